@@ -1,0 +1,85 @@
+"""Mistakes that span several sections, found before anything expensive starts. Each names the field to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_gcpo.config.records import Config, SourceConfig
+
+
+def check(config: Config) -> list[str]:
+    """Every problem of a configuration, one readable line each; empty when it is sound."""
+    return [*_model(config), *_cluster(config), *_sources(config), *_batches(config), *_evaluation(config)]
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    if (model.path is None) == (model.hf_config is None):
+        yield "set exactly one of model.path (a checkpoint) and model.hf_config (random weights)"
+    if model.hf_config is not None and "model_type" not in model.hf_config:
+        yield "model.hf_config has no model_type: add it, e.g. model_type: qwen3"
+    if model.path is None and model.tokenizer is None:
+        yield "model.tokenizer is missing: without model.path there is no folder to take it from"
+    if model.tokenizer == "task" and config.data.train.kind != "task":
+        yield 'model.tokenizer: "task" needs data.train.kind: task'
+
+
+def _cluster(config: Config) -> Iterator[str]:
+    cluster = config.cluster
+    world = cluster.num_nodes * cluster.processes_per_node
+    sizes = {
+        "tensor_model_parallel_size": cluster.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": cluster.pipeline_model_parallel_size,
+        "context_parallel_size": cluster.context_parallel_size,
+    }
+    replica = math.prod(sizes.values())
+    if world % replica:
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        above = math.ceil(world / replica) * replica
+        yield (
+            f"{world} processes (cluster.num_nodes x cluster.processes_per_node) cannot hold whole replicas of {replica} "
+            f"ranks ({product}): use a multiple of {replica}, e.g. {above}, or smaller sizes"
+        )
+    elif config.run.stage == "rl" and config.rollout.prompts_per_step % (world // replica):
+        replicas = world // replica
+        yield (
+            f"rollout.prompts_per_step {config.rollout.prompts_per_step} cannot be shared evenly by {replicas} replicas: "
+            f"use a multiple of {replicas}"
+        )
+    elif config.run.stage == "rl" and (config.rollout.prompts_per_step * replica // world) % config.train.mini_batches:
+        share = config.rollout.prompts_per_step * replica // world
+        yield f"train.mini_batches {config.train.mini_batches} does not divide the {share} groups of a replica's step"
+    if cluster.sequence_parallel and cluster.tensor_model_parallel_size == 1:
+        yield "cluster.sequence_parallel needs cluster.tensor_model_parallel_size of 2 or more: turn it off"
+    if cluster.virtual_pipeline_model_parallel_size and cluster.pipeline_model_parallel_size == 1:
+        yield "cluster.virtual_pipeline_model_parallel_size needs cluster.pipeline_model_parallel_size of 2 or more"
+
+
+def _sources(config: Config) -> Iterator[str]:
+    yield from _source("data.train", config.data.train)
+    if config.data.heldout is not None:
+        yield from _source("data.heldout", config.data.heldout)
+
+
+def _source(where: str, source: SourceConfig) -> Iterator[str]:
+    wanted = "name" if source.kind in ("task", "reasoning_gym") else "path"
+    if getattr(source, wanted) is None:
+        yield f"{where}.{wanted} is missing: kind {source.kind} needs it"
+
+
+def _batches(config: Config) -> Iterator[str]:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > config.train.max_tokens_per_micro_batch:
+        yield (
+            f"one sequence can have {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), more than "
+            f"train.max_tokens_per_micro_batch {config.train.max_tokens_per_micro_batch}: raise it to at least {longest}"
+        )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    settings = config.evaluate
+    if too_large := [k for k in settings.ks if k > settings.samples]:
+        yield f"evaluate.ks {too_large} need as many evaluate.samples: raise it from {settings.samples} to {max(too_large)}"
+    if config.data.heldout is None and settings.every:
+        yield "evaluate.every asks for evaluations, but there is no data.heldout: set it, or evaluate.every=0"

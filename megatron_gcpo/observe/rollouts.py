@@ -1,0 +1,84 @@
+"""Every rollout of every step in Parquet, one file per step and replica: what happened can be looked at and replayed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_gcpo.types import Credit, Group, Verdicts
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("prompt_id", pa.string()),
+        ("sample", pa.int32()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("text", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("verdict", pa.string()),
+        ("reward", pa.float32()),
+        ("credit", pa.float64()),
+        ("advantage", pa.float64()),
+        ("trained", pa.bool_()),
+        ("embedding_hash", pa.string()),
+        ("policy_version", pa.int32()),
+    ]
+)
+
+
+def write_rollouts(
+    folder: Path,
+    step: int,
+    replica: int,
+    groups: Sequence[Group],
+    verdicts: Sequence[Verdicts],
+    credits: Sequence[Credit],
+    trained: Sequence[bool],
+    span_texts: Sequence[Sequence[str | None]],
+) -> Path:
+    """Write one step's rollouts of one replica; the file appears whole or not at all.
+
+    Args:
+        trained: per group, whether it entered the update (a filtered group did not).
+        span_texts: per group and rollout, the text that was embedded, None where nothing was; its content hash is the
+            key under which the encoder cached the embedding.
+    """
+    rows = [
+        {
+            "step": step,
+            "prompt_id": group.prompt.id,
+            "sample": i,
+            "prompt": group.prompt.text,
+            "answer": group.prompt.answer,
+            "text": rollout.text,
+            "token_ids": rollout.token_ids,
+            "logprobs": rollout.logprobs,
+            "finish_reason": rollout.finish_reason,
+            "verdict": verdict.statuses_G[i],
+            "reward": float(verdict.rewards_G[i]),
+            "credit": float(credit.credits_G[i]),
+            "advantage": float(credit.advantages_G[i]),
+            "trained": kept,
+            "embedding_hash": None if texts[i] is None else content_hash(str(texts[i])),
+            "policy_version": rollout.policy_version,
+        }
+        for group, verdict, credit, kept, texts in zip(groups, verdicts, credits, trained, span_texts, strict=True)
+        for i, rollout in enumerate(group.rollouts)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}_replica_{replica:03d}.parquet"
+    unfinished = path.with_suffix(".tmp")
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), unfinished, compression="zstd")
+    unfinished.replace(path)
+    return path
+
+
+def content_hash(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,0 +1,172 @@
+"""The nouns that travel between stages. All are frozen; nobody mutates an argument.
+
+Shape letters used in names throughout the package:
+
+    P  prompts of a step          G  rollouts of one group        C  coalitions of a group
+    N  rows (sequences)           T  tokens                       K  non-null rollouts (non-zero reward)
+    D  embedding size             V  vocabulary                   R  padded or packed rows of a micro-batch
+
+``embeddings_GD`` is a dense array with those axes; ``tokens_N_T`` (underscores) is ragged.
+*group* always means the rollouts of one prompt; process groups are called ``pg``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One problem, ready to be sampled from."""
+
+    id: str
+    """Unique in its data source and stable across runs."""
+    token_ids: tuple[int, ...]
+    """The templated prompt, as the policy sees it."""
+    text: str
+    """The raw problem, before any template."""
+    answer: str
+    """The reference answer, as the verifier wants it."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the source knows of the problem (for verifiers and measurements); must pickle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sampled completion."""
+
+    token_ids: np.ndarray
+    """[T] int64 completion tokens, including the stop token when ``finish_reason == "stop"``."""
+    logprobs: np.ndarray
+    """[T] float32, natural log, of each sampled token under the distribution it was drawn from."""
+    text: str
+    """The decoded completion without special tokens."""
+    finish_reason: str
+    """"stop" (a stop token was drawn) or "length" (max_new_tokens reached)."""
+    policy_version: int
+    """Number of weight pushes the engine had received when it produced the tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The rollouts of one prompt: the team that GCPO pays."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts:
+    """What the verifier said of one group."""
+
+    rewards_G: np.ndarray
+    """[G] float32 in [0, 1]."""
+    statuses_G: tuple[str, ...]
+    """Per rollout: "ok", or why the verifier gave no verdict (reward 0): "timeout", "error", "killed", "rejected"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditInputs:
+    """All that a method may look at to credit one group. Arrays are on the CPU."""
+
+    rewards_G: torch.Tensor
+    """[G] float64, after reward shaping."""
+    embeddings_GD: torch.Tensor | None
+    """[G, D] float32 unit rows, zero rows for rollouts that were not embedded; None unless the method needs them."""
+    lengths_G: torch.Tensor
+    """[G] int64 completion lengths in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credit:
+    """How one group is paid."""
+
+    credits_G: torch.Tensor
+    """[G] float64, before the baseline: Shapley values for GCPO, rewards for GRPO."""
+    advantages_G: torch.Tensor
+    """[G] float64, what multiplies the policy gradient of each rollout."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Scalars of this group, averaged over groups by the caller, e.g. {"team_value": 1.3}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Ragged training sequences, concatenated along one token axis; row n is [cu_seqlens_N1[n], cu_seqlens_N1[n + 1]).
+
+    Every per-token field is aligned to the token it speaks of: ``advantages_T[t]`` belongs to ``tokens_T[t]``, whose
+    log-probability comes from the logits one position earlier. The first token of a row is never trained.
+    """
+
+    tokens_T: torch.Tensor
+    """[T] int64 prompt and completion."""
+    cu_seqlens_N1: torch.Tensor
+    """[N + 1] int64 row boundaries, starting with 0."""
+    mask_T: torch.Tensor
+    """[T] float32, 1 where the token is trained (completion), else 0."""
+    advantages_T: torch.Tensor
+    """[T] float32, 0 off the mask."""
+    group_N: torch.Tensor
+    """[N] int64 index of the group each row belongs to (rows of a group are adjacent)."""
+    weights_T: torch.Tensor | None = None
+    """[T] float32 such that the loss of the global batch is sum(weights * token loss) over all replicas (policy.scale)."""
+    rollout_logprobs_T: torch.Tensor | None = None
+    """[T] float32 from the rollout engine."""
+    old_logprobs_T: torch.Tensor | None = None
+    """[T] float32 from the trainer before the first update of the step; None: the current ones, detached."""
+    ref_logprobs_T: torch.Tensor | None = None
+    """[T] float32 from the reference policy, when a KL term wants it."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.cu_seqlens_N1) - 1
+
+    @property
+    def lengths_N(self) -> torch.Tensor:
+        return self.cu_seqlens_N1.diff()
+
+    def rows(self, rows: list[int] | torch.Tensor) -> TokenBatch:
+        """The batch made of these rows, in this order."""
+        index = [torch.arange(int(self.cu_seqlens_N1[n]), int(self.cu_seqlens_N1[n + 1])) for n in rows]
+        take_T = torch.cat(index) if index else torch.zeros(0, dtype=torch.int64)
+        picked: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_T") and value is not None:
+                picked[f.name] = value[take_T]
+        rows_N = torch.as_tensor(rows, dtype=torch.int64)
+        cu = torch.zeros(len(rows_N) + 1, dtype=torch.int64)
+        cu[1:] = self.lengths_N[rows_N].cumsum(0)
+        return TokenBatch(cu_seqlens_N1=cu, group_N=self.group_N[rows_N], **picked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStats:
+    """What one forward pass says of each token of a TokenBatch (same token axis)."""
+
+    logprobs_T: torch.Tensor
+    """[T] float32 log pi(token | its past) at the rollout temperature; 0 on the first token of a row."""
+    entropy_T: torch.Tensor
+    """[T] float32 entropy (nats) of the distribution the token was drawn from; 0 on the first token of a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStats:
+    """What one optimizer update did."""
+
+    loss: float
+    """Loss of the global batch, before the update."""
+    grad_norm: float
+    """L2 norm over all parameters, before clipping."""
+    skipped: bool
+    """True when the loss or the gradient was not finite: weights are untouched."""
+    learning_rate: float
+    """The rate this update used."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Token-weighted means over the global batch, e.g. {"entropy": 0.8, "clip_fraction": 0.02}."""
+    useful_token_share: float = 1.0
+    """Real tokens over tokens computed (padding included), all micro-batches of all replicas."""
