@@ -28,7 +28,7 @@ $(READY): setup.py constraints.txt
 
 train: $(READY) ## warm-start a small policy, train it with GCPO on TP=2, print and save the result
 	@$(GCPO) train configs/recipe/quickstart_warm_start.yaml
-	@$(GCPO) train configs/recipe/quickstart_gcpo.yaml
+	@$(GCPO) train configs/recipe/quickstart.yaml
 
 SEEDS ?= 0 1 2
 METHODS ?= grpo gcpo

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from megatron_gcpo.cluster.grid import num_replicas, validate
 from megatron_gcpo.config.records import Config, SourceConfig
 
 
@@ -26,34 +26,20 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _cluster(config: Config) -> Iterator[str]:
-    cluster = config.cluster
-    world = cluster.num_nodes * cluster.processes_per_node
-    sizes = {
-        "tensor_model_parallel_size": cluster.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": cluster.pipeline_model_parallel_size,
-        "context_parallel_size": cluster.context_parallel_size,
-    }
-    replica = math.prod(sizes.values())
-    if world % replica:
-        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        above = math.ceil(world / replica) * replica
-        yield (
-            f"{world} processes (cluster.num_nodes x cluster.processes_per_node) cannot hold whole replicas of {replica} "
-            f"ranks ({product}): use a multiple of {replica}, e.g. {above}, or smaller sizes"
-        )
-    elif config.run.stage == "rl" and config.rollout.prompts_per_step % (world // replica):
-        replicas = world // replica
-        yield (
-            f"rollout.prompts_per_step {config.rollout.prompts_per_step} cannot be shared evenly by {replicas} replicas: "
-            f"use a multiple of {replicas}"
-        )
-    elif config.run.stage == "rl" and (config.rollout.prompts_per_step * replica // world) % config.train.mini_batches:
-        share = config.rollout.prompts_per_step * replica // world
+    rl = config.run.stage == "rl"
+    rows = (
+        {"prompts_per_step": config.rollout.prompts_per_step}
+        if rl
+        else {"sft_rows_per_step": config.train.sft_rows_per_step}
+    )
+    try:
+        validate(config.cluster, **rows)
+    except ValueError as error:
+        yield str(error)
+        return
+    share = config.rollout.prompts_per_step // num_replicas(config.cluster)
+    if rl and share % config.train.mini_batches:
         yield f"train.mini_batches {config.train.mini_batches} does not divide the {share} groups of a replica's step"
-    if cluster.sequence_parallel and cluster.tensor_model_parallel_size == 1:
-        yield "cluster.sequence_parallel needs cluster.tensor_model_parallel_size of 2 or more: turn it off"
-    if cluster.virtual_pipeline_model_parallel_size and cluster.pipeline_model_parallel_size == 1:
-        yield "cluster.virtual_pipeline_model_parallel_size needs cluster.pipeline_model_parallel_size of 2 or more"
 
 
 def _sources(config: Config) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 A recipe is a YAML file. Its ``defaults`` list names pieces (``model/tiny_qwen3``, ``method/gcpo``) that are looked up in
 the folders above the recipe and merged in order; the recipe's own keys come after them, command-line overrides last.
+An override is either dotted (``train.optimizer.lr=1e-4``) or the name of a piece (``method/grpo``), which takes the place
+of the recipe's piece from the same folder.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ValueError: one line per problem, each naming the file or field, what is wrong and what would be right.
     """
-    merged = OmegaConf.merge(_read(Path(recipe)), _overrides(overrides))
+    pieces = [item for item in overrides if "/" in item and "=" not in item]
+    dotted = [item for item in overrides if item not in pieces]
+    merged = OmegaConf.merge(_read(Path(recipe), pieces), _overrides(dotted))
     try:
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
@@ -48,17 +52,18 @@ def validate(values: dict[Any, Any], origin: str) -> Config:
     return config
 
 
-def _read(path: Path) -> DictConfig:
+def _read(path: Path, replacements: Sequence[str] = ()) -> DictConfig:
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a recipe file in it")
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise ValueError(f"there is no recipe {path}{_nearest(str(path), siblings)}")
     own = _read_yaml(path)
-    pieces = own.pop("defaults", [])
+    replaced = {name.split("/")[0] for name in replacements}
+    kept = [str(name) for name in own.pop("defaults", []) if str(name).split("/")[0] not in replaced]
     merged = OmegaConf.create()
-    for name in pieces:
-        merged = OmegaConf.merge(merged, _read(_find_piece(str(name), path)))
+    for name in (*kept, *replacements):
+        merged = OmegaConf.merge(merged, _read(_find_piece(name, path)))
     result = OmegaConf.merge(merged, own)
     assert isinstance(result, DictConfig)
     return result
@@ -80,13 +85,15 @@ def _find_piece(name: str, recipe: Path) -> Path:
             return piece
     root = recipe.resolve().parent.parent
     known = [str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.yaml")]
-    raise ValueError(f"{recipe}: defaults names {name}, but there is no {name}.yaml above it{_nearest(name, known)}")
+    raise ValueError(f"{recipe}: there is no piece {name}.yaml in the folders above it{_nearest(name, known)}")
 
 
 def _overrides(overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
         if "=" not in item:
-            raise ValueError(f"override {item!r} has no '=': write section.field=value, e.g. run.steps=10")
+            raise ValueError(
+                f"override {item!r} has no '=': write section.field=value (run.steps=10) or a piece (method/grpo)"
+            )
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (YAMLError, OmegaConfBaseException) as error:

@@ -122,6 +122,9 @@ class VerifyConfig(Record):
     """Wall-clock limit of one verdict; the worker is killed at it."""
     memory_mb: PositiveInt = 2048
     """Address space of a worker above what it holds when idle."""
+    isolation: Literal["best_effort", "standard", "strict"] = "standard"
+    """What model output must be unable to do in a worker, or the run does not start. standard: reach a network, start
+    processes, write files, send signals; strict: also read files outside Python's folders and the trainer's environment."""
 
 
 class EmbedConfig(Record):

@@ -11,6 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 LINES_PER_RUN = 10
 """Lines printed over a run where there is no terminal to draw a bar on."""
 
+SHOWN = {"reward/mean": "reward", "credit/team_value": "team", "train/entropy": "entropy", "time/total_s": "s/step"}
+"""The four numbers a person wants to see, by metric."""
+
 
 class ProgressBar:
     """Context manager; ``advance`` after each step with the numbers to show."""
@@ -33,12 +36,14 @@ class ProgressBar:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
-    def advance(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Show that ``step`` (1-based) is done, with at most four numbers."""
-        shown = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+    def advance(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that ``step`` (1-based) is done, with what SHOWN picks of its metrics."""
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for name, label in SHOWN.items() if name in metrics)
         self._bar.update(self._task, completed=step, numbers=shown)
         stride = max(1, self._total // LINES_PER_RUN)
         if self._lines and (step % stride == 0 or step == self._total):

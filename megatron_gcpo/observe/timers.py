@@ -6,24 +6,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_gcpo.cluster.deadline import Watch
+
 PHASES = ("generate", "verify", "embed", "credit", "logprobs", "update", "push")
 """The phases of a step, in order; what is left of it is reported as ``other``."""
 
 
 class Stopwatch:
-    """Seconds spent in each phase since construction. Phases do not nest."""
+    """Seconds spent in each phase since construction; the watch hears where this rank is. Phases do not nest."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._start = time.perf_counter()
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
-        try:
+        with self._watch.phase(phase):
             yield
-        finally:
-            self._seconds[phase] += time.perf_counter() - begin
+        self._seconds[phase] += time.perf_counter() - begin
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase, with ``other`` and ``total``; the phases and ``other`` sum to ``total``."""

@@ -1,0 +1,178 @@
+"""A run from start to finish on one rank: assemble, resume, evaluate, train, checkpoint, summarize."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from megatron_gcpo.cluster import topology
+from megatron_gcpo.cluster.deadline import Watch
+from megatron_gcpo.cluster.platform import Platform
+from megatron_gcpo.collect import embedded_texts
+from megatron_gcpo.config.records import Config
+from megatron_gcpo.evaluate import measure, summarize_evals
+from megatron_gcpo.observe.progress import ProgressBar
+from megatron_gcpo.observe.report import StepReport, step_metrics
+from megatron_gcpo.observe.rollouts import write_rollouts
+from megatron_gcpo.observe.sinks import Sink, open_sinks
+from megatron_gcpo.observe.summary import Summary, print_summary
+from megatron_gcpo.policy import checkpoint
+from megatron_gcpo.rollout import generate_groups
+from megatron_gcpo.run import Run, assemble
+from megatron_gcpo.step import sft_step, train_step
+
+STEPS = {"rl": train_step, "sft": sft_step}
+
+
+def work(config: Config, folder: Path, platform: Platform) -> int:
+    """What each rank of a run does; its exit code."""
+    ranks = topology.init(config.cluster, platform)
+    with Watch(ranks.store, ranks.rank, ranks.world_size, config.cluster.collective_timeout_s) as watch:
+        with watch.phase("assemble"):
+            run = assemble(config, ranks, watch, folder)
+        try:
+            train(run)
+        finally:
+            run.close()
+    ranks.close()
+    return 0
+
+
+def train(run: Run) -> None:
+    """Go on from the newest complete checkpoint up to the configured number of steps."""
+    settings, steps, console = run.config, run.config.run.steps, Console()
+    summary = _resume(run)
+    with run.watch.phase("push"):
+        run.push(run.starting_probe(), version=summary.step)
+    sinks = _open(run, summary)
+    if summary.before is None and settings.evaluate.at_start:
+        summary = replace(summary, before=evaluate(run))
+    with ProgressBar(
+        settings.run.name, steps, summary.step, console, run.is_first and settings.observe.progress
+    ) as bar:
+        for step in range(summary.step, steps):
+            report = STEPS[settings.run.stage](run, step)
+            metrics = step_metrics(report, run.topology)
+            summary = summary.after_step(report.clock.seconds(), sum(u.skipped for u in report.updates))
+            _dump(run, report)
+            last = summary.step == steps
+            if settings.evaluate.every and summary.step % settings.evaluate.every == 0 and not last:
+                metrics |= {f"eval/{name}": value for name, value in evaluate(run).items()}
+            _write(sinks, summary.step, metrics)
+            bar.advance(summary.step, metrics)
+            if summary.step % settings.checkpoint.every == 0 and not last:
+                _save(run, summary)
+    if settings.evaluate.at_end:
+        summary = replace(summary, after=evaluate(run))
+        _write(sinks, steps, {f"eval/{name}": value for name, value in (summary.after or {}).items()})
+    _save(run, summary)
+    for sink in sinks:
+        sink.close()
+    if run.is_first:
+        summary.write(run.folder)
+        print_summary(summary, settings.run.name, run.folder, console)
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Measures of the policy on the held-out prompts; on rank 0, an empty dict elsewhere. Collective.
+
+    Each replica samples its share and sends numbers, never text. Every evaluation of a run draws the same random
+    numbers, so that two policies are compared on the same ones.
+    """
+    settings, leader = run.config, run.leader
+    if settings.data.heldout is None:
+        return {}
+    with run.watch.phase("evaluate"):
+        if settings.run.stage == "sft":  # supervised steps do not keep the engine up to date
+            run.push(run.starting_probe())
+        if leader is None:
+            return {}
+        assert leader.heldout is not None, "got no held-out prompts, expected those of data.heldout"
+        groups = generate_groups(
+            leader.engine,
+            leader.heldout.prompts[run.topology.replica :: run.topology.num_replicas],
+            group_size=settings.evaluate.samples,
+            max_new_tokens=settings.rollout.max_new_tokens,
+            sampling=replace(leader.sampling, temperature=settings.evaluate.temperature, top_k=0, top_p=1.0),
+            decode=leader.decode,
+            run_seed=settings.run.seed,
+            step=0,
+            stream="evaluate",
+        )
+        label = leader.strategy_of
+        records = measure(
+            groups,
+            leader.pool.score(groups),
+            encoder=leader.encoder,
+            span=settings.embed.span,
+            labeller=None if label is None else lambda _, text: label(text),
+        )
+        gathered = run.topology.gather_objects_from_leaders(records)
+    if gathered is None:
+        return {}
+    return dict(summarize_evals([record for records in gathered for record in records], settings.evaluate.ks).metrics)
+
+
+def _resume(run: Run) -> Summary:
+    """Where the run stands: the newest complete checkpoint's summary, or a new one; the actor holds its state."""
+    data = run.topology.broadcast_object_to_all(run.leader.prompts.fingerprint() if run.leader else None)
+    newest = run.topology.broadcast_object_to_all(checkpoint.newest(run.folder))
+    if newest is None:
+        if run.config.run.resume == "must":
+            raise ValueError(f"run.resume is must, but {run.folder} holds no complete checkpoint: set it to auto")
+        return Summary(data=data)
+    if run.config.run.resume == "never":
+        raise ValueError(
+            f"{run.folder} already holds {newest.name}, and run.resume is never: choose another run.output_dir, or auto"
+        )
+    with run.watch.phase("resume"):
+        summary = Summary(**checkpoint.load(newest, run.actor))
+    if summary.data != data:
+        raise ValueError(
+            f"{run.folder} was trained on other prompts than data.train gives now: continuing would repeat some and "
+            "skip others; restore the data, or start in another run.output_dir"
+        )
+    if summary.step > run.config.run.steps:
+        raise ValueError(
+            f"{run.folder} has done {summary.step} steps already, more than run.steps {run.config.run.steps}: raise it"
+        )
+    return summary
+
+
+def _save(run: Run, summary: Summary) -> None:
+    with run.watch.phase("checkpoint"):
+        checkpoint.save(run.folder, run.actor, summary.to_json(), step=summary.step)
+        checkpoint.prune(run.folder, run.config.checkpoint.keep_last)
+
+
+def _open(run: Run, summary: Summary) -> list[Sink]:
+    if not run.is_first:
+        return []
+    values = run.config.model_dump(mode="json")
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return open_sinks(run.config, run.folder, summary.step)
+
+
+def _write(sinks: Sequence[Sink], step: int, metrics: Mapping[str, float]) -> None:
+    for sink in sinks:
+        sink.write(step, metrics)
+
+
+def _dump(run: Run, report: StepReport) -> None:
+    experience = report.experience
+    if experience is None or not run.config.observe.rollouts:
+        return
+    write_rollouts(
+        run.folder / "rollouts",
+        report.step + 1,
+        run.topology.replica,
+        experience.groups,
+        experience.verdicts,
+        experience.credits,
+        experience.trained,
+        embedded_texts(run, experience),
+    )

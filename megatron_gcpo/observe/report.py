@@ -1,0 +1,60 @@
+"""From what a step did on every rank to the numbers that are written: means over replicas, times of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_gcpo.cluster.topology import Topology
+from megatron_gcpo.collect import Experience
+from megatron_gcpo.observe.tally import Tally
+from megatron_gcpo.observe.timers import Stopwatch
+from megatron_gcpo.types import UpdateStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step did, as this rank saw it."""
+
+    step: int
+    """0-based."""
+    clock: Stopwatch
+    experience: Experience | None
+    """On leaders, in stage rl."""
+    updates: Sequence[UpdateStats]
+    """Global numbers, the same on every rank."""
+    pushed: dict[str, float] | None
+    """Of this replica's leader, in stage rl."""
+    num_tokens: int
+    """Tokens of this replica's sequences, prompts included."""
+
+
+def step_metrics(report: StepReport, topology: Topology) -> dict[str, float]:
+    """All metrics of a step on rank 0, an empty dict elsewhere. Leaders exchange numbers, never text."""
+    tally = report.experience.tally if report.experience else Tally()
+    tally.add_all(report.pushed or {}, prefix="push/")
+    gathered = topology.gather_objects_from_leaders((tally, report.num_tokens))
+    if gathered is None:
+        return {}
+    seconds = report.clock.seconds()
+    metrics = Tally().merge(tally for tally, _ in gathered).means()
+    metrics |= {f"time/{phase}_s": value for phase, value in seconds.items()}
+    metrics["perf/tokens_per_s"] = sum(tokens for _, tokens in gathered) / seconds["total"]
+    metrics["perf/memory_peak_gb"] = topology.platform.memory_peak_bytes() / 1e9
+    return metrics | _update_metrics(report.updates)
+
+
+def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    tally = Tally()
+    for update in updates:
+        tally.add_all(
+            {
+                "loss": update.loss,
+                "grad_norm": update.grad_norm,
+                "learning_rate": update.learning_rate,
+                "useful_token_share": update.useful_token_share,
+                **update.metrics,
+            },
+            prefix="train/",
+        )
+    return {**tally.means(), "train/skipped_updates": float(sum(u.skipped for u in updates))}

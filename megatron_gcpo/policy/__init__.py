@@ -1,0 +1,1 @@
+"""The trained policy: the Megatron-Core model, its micro-batches, its token statistics and its updates."""

@@ -1,0 +1,64 @@
+"""Hand the policy's weights to the rollout engine of a replica.
+
+The seam is an iterator of (Hugging Face name, full tensor). Producing it is collective over the replica's ranks, so all
+of them must walk it to its end, whatever happens to the engine; only the rank that holds the engine keeps what it sees,
+one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_gcpo.rollout.engine import RolloutEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushStats:
+    """What one push moved, as seen by this rank."""
+
+    num_tensors: int
+    num_bytes: int
+    """Of the exported tensors, in the exporter's dtype."""
+    seconds: float
+
+
+def push(
+    export: Iterable[tuple[str, torch.Tensor]], engine: RolloutEngine | None, *, version: int | None = None
+) -> PushStats:
+    """Walk a collective export; the rank that holds the engine loads it and advances the engine's policy version.
+
+    Args:
+        export: (Hugging Face name, full tensor), in the same order on every rank of the replica.
+        engine: on the replica's leader; None on its peers, which only take part in the collectives.
+        version: the policy version to serve as; None: one more than before.
+
+    Raises:
+        ValueError: the engine did not get a complete set of weights; it refuses to serve. Raised on the leader after it
+            has walked the export to its end, so that its peers are not left waiting inside a collective.
+    """
+    start_s = time.monotonic()
+    counts = [0, 0]
+
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in export:
+            counts[0] += 1
+            counts[1] += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
+    tensors = counted()
+    try:
+        if engine is not None:
+            engine.load_weights(tensors, version=version)
+    except ValueError as error:
+        raise ValueError(
+            f"pushing weights to the rollout engine failed: {error}. The engine serves nothing until a complete push; "
+            "check that model.path or model.hf_config describes the model that is trained"
+        ) from error
+    finally:
+        for _ in tensors:
+            pass
+    return PushStats(num_tensors=counts[0], num_bytes=counts[1], seconds=time.monotonic() - start_s)

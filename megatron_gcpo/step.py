@@ -1,0 +1,61 @@
+"""THE step: from prompts to a better policy. Every rank of a replica runs it; its leader alone sees text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron_gcpo.collect import collect
+from megatron_gcpo.credit.tokens import demonstration_batch, probe_batch, rollout_batch
+from megatron_gcpo.observe.report import StepReport
+from megatron_gcpo.observe.timers import Stopwatch
+from megatron_gcpo.policy.scale import weights
+from megatron_gcpo.run import Run
+from megatron_gcpo.types import TokenBatch
+
+
+def train_step(run: Run, step: int) -> StepReport:
+    """One step of reinforcement learning."""
+    clock = Stopwatch(run.watch)
+    experience = collect(run, run.leader, step, clock) if run.leader else None
+    sent = (rollout_batch(*experience.kept()), probe_batch(experience.groups)) if experience else None
+
+    with run.watch.phase("receive the batch"):  # tensors only, and only inside the replica
+        batch, probe = run.topology.broadcast_object(sent)
+    parts = [_weigh(run, part) for part in _mini_batches(batch, run.config.train.mini_batches)]
+    with clock("logprobs"):
+        if run.needs_old_logprobs:
+            parts = [replace(part, old_logprobs_T=run.actor.logprobs(part).logprobs_T) for part in parts]
+        if run.reference:
+            parts = [replace(part, ref_logprobs_T=run.reference.logprobs(part).logprobs_T) for part in parts]
+    with clock("update"):
+        updates = [run.actor.update(part, run.token_loss) for part in parts]
+    with clock("push"):
+        pushed = run.push(probe, version=step + 1)
+    return StepReport(
+        step=step, clock=clock, experience=experience, updates=updates, pushed=pushed, num_tokens=len(batch.tokens_T)
+    )
+
+
+def sft_step(run: Run, step: int) -> StepReport:
+    """One step of supervised learning on demonstrations, in the same trainer."""
+    clock = Stopwatch(run.watch)
+    sent = demonstration_batch(run.demonstrations(step)) if run.leader else None
+    with run.watch.phase("receive the batch"):
+        batch = _weigh(run, run.topology.broadcast_object(sent))
+    with clock("update"):
+        updates = [run.actor.update(batch, run.token_loss)]
+    return StepReport(
+        step=step, clock=clock, experience=None, updates=updates, pushed=None, num_tokens=len(batch.tokens_T)
+    )
+
+
+def _weigh(run: Run, batch: TokenBatch) -> TokenBatch:
+    return weights(batch, run.reduce, run.config.rollout.max_new_tokens, run.topology.dp_cpu_pg)
+
+
+def _mini_batches(batch: TokenBatch, count: int) -> list[TokenBatch]:
+    """Whole groups, shared evenly over ``count`` updates; a part may be empty when groups were filtered out."""
+    groups = batch.group_N.unique()
+    return [batch.rows(torch.isin(batch.group_N, part).nonzero()[:, 0]) for part in groups.tensor_split(count)]

@@ -1,0 +1,1 @@
+"""Rewards: verifiers judge completions in a pool of confined worker processes. Model output is hostile input."""

@@ -1,0 +1,1 @@
+"""One verifier per file; the table of all of them is in megatron_gcpo.verify.table."""

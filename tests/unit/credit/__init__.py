@@ -1,0 +1,1 @@
+"""The cooperative game against its definition."""

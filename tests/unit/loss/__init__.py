@@ -1,0 +1,1 @@
+"""Token losses and their sums against closed forms."""
