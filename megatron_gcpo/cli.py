@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ def _is_finished(config: Config, folder: Path) -> bool:
 def _work(arguments: argparse.Namespace) -> int:
     from megatron_gcpo.cluster.platform import install
 
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     config = load(arguments.recipe, arguments.overrides)
     platform = install(config.cluster.platform)  # before anything of Megatron is imported, which warns otherwise
     from megatron_gcpo.loop import work

@@ -20,7 +20,7 @@ from megatron_gcpo.observe.report import StepReport, step_metrics
 from megatron_gcpo.observe.rollouts import write_rollouts
 from megatron_gcpo.observe.sinks import Sink, open_sinks
 from megatron_gcpo.observe.summary import Summary, print_summary
-from megatron_gcpo.policy import checkpoint
+from megatron_gcpo.policy import checkpoint, manifest
 from megatron_gcpo.rollout import generate_groups
 from megatron_gcpo.run import Run, assemble
 from megatron_gcpo.step import sft_step, train_step
@@ -120,7 +120,7 @@ def evaluate(run: Run) -> dict[str, float]:
 def _resume(run: Run) -> Summary:
     """Where the run stands: the newest complete checkpoint's summary, or a new one; the actor holds its state."""
     data = run.topology.broadcast_object_to_all(run.leader.prompts.fingerprint() if run.leader else None)
-    newest = run.topology.broadcast_object_to_all(checkpoint.newest(run.folder))
+    newest = run.topology.broadcast_object_to_all(manifest.newest(run.folder))
     if newest is None:
         if run.config.run.resume == "must":
             raise ValueError(f"run.resume is must, but {run.folder} holds no complete checkpoint: set it to auto")
@@ -145,13 +145,14 @@ def _resume(run: Run) -> Summary:
 
 def _save(run: Run, summary: Summary) -> None:
     with run.watch.phase("checkpoint"):
-        checkpoint.save(run.folder, run.actor, summary.to_json(), step=summary.step)
-        checkpoint.prune(run.folder, run.config.checkpoint.keep_last)
+        keep = run.config.checkpoint.keep_last
+        checkpoint.save(run.folder, run.actor, summary.to_json(), step=summary.step, keep_last=keep)
 
 
 def _open(run: Run, summary: Summary) -> list[Sink]:
     if not run.is_first:
         return []
+    run.folder.mkdir(parents=True, exist_ok=True)
     values = run.config.model_dump(mode="json")
     (run.folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return open_sinks(run.config, run.folder, summary.step)

@@ -128,7 +128,8 @@ class Run:
     def token_loss(self, stats: TokenStats, batch: TokenBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """The method's loss per token, with the metrics every run reports."""
         if self.config.run.stage == "sft":
-            return nll(stats.logprobs_T), {"entropy": stats.entropy_T.detach()}
+            loss_T, metrics = nll(stats.logprobs_T)
+            return loss_T, {**metrics, "entropy": stats.entropy_T.detach()}
         loss_T, metrics = self.method.token_loss(stats, batch, self.options)
         assert batch.rollout_logprobs_T is not None, "got rollouts without log-probs, expected the engine's"
         gap_T = (stats.logprobs_T.detach() - batch.rollout_logprobs_T) * batch.mask_T

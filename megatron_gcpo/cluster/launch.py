@@ -167,9 +167,10 @@ def rank_environment(
     if cluster.platform == "cpu":
         # Libraries that choose a device themselves must not find one either.
         env["CUDA_VISIBLE_DEVICES"] = ""
-    elif cluster.tensor_model_parallel_size > 1 or cluster.context_parallel_size > 1:
+    if cluster.tensor_model_parallel_size > 1 or cluster.context_parallel_size > 1:
         # One hardware queue keeps kernels in launch order: Megatron-Core launches the communication of tensor and
         # context parallelism before the matrix product that hides it; with more queues the product may run first.
+        # On a CPU it only silences the warning about that.
         env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return env
 

@@ -70,6 +70,7 @@ def install(platform: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
 
     Raises ValueError when ``cuda`` is asked and no device is visible.
     """
+    _silence()
     if platform == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "cluster.platform is cuda, but torch sees no CUDA device: set cluster.platform=cpu (or auto), "
@@ -89,19 +90,29 @@ def import_megatron_bridge(platform: Platform) -> types.ModuleType:
     """
     if "megatron.bridge" in sys.modules:
         return sys.modules["megatron.bridge"]
-    # It reports every optional kernel that is missing, with tracebacks, at level INFO, and every model it knows.
-    logging.getLogger("megatron.bridge").setLevel(logging.WARNING)
     if importlib.util.find_spec("transformer_engine") is not None:
         return importlib.import_module("megatron.bridge")
     if platform.name == "cuda":
         raise ValueError(
             "megatron.bridge needs Transformer Engine on CUDA machines: pip install 'transformer-engine[pytorch]'"
         )
-    with warnings.catch_warnings(action="ignore"), _transformer_engine_stand_in("megatron.bridge.peft.lora_layers"):
-        bridge = importlib.import_module("megatron.bridge")
+    logging.disable(logging.CRITICAL)  # it logs every fused kernel that it misses, with tracebacks
+    try:
+        with warnings.catch_warnings(action="ignore"), _transformer_engine_stand_in("megatron.bridge.peft.lora_layers"):
+            bridge = importlib.import_module("megatron.bridge")
+    finally:
+        logging.disable(logging.NOTSET)
     # Its "is Transformer Engine there" test imports names that Megatron-Core defines as None without it, and says yes.
-    importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False
+    vars(importlib.import_module("megatron.bridge.peft.utils"))["HAVE_TE"] = False
     return bridge
+
+
+def _silence() -> None:
+    """Megatron-Core and its bridge explain at length, tensor by tensor, what they set up and which kernels are missing."""
+    warnings.filterwarnings("ignore", module=r"megatron\.(core|bridge)\b")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for name in ("megatron.bridge.utils.import_utils", "megatron.bridge.utils.fusions"):  # these set their own level
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 @functools.cache
@@ -264,16 +275,17 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 def _transformer_engine_stand_in(importer: str) -> Iterator[None]:
     """Answer ``import transformer_engine.pytorch`` of this one module with classes that nothing is an instance of."""
     engine: Any = types.ModuleType("transformer_engine")
-    engine.pytorch = types.ModuleType("transformer_engine.pytorch")
-    engine.pytorch.ops = types.SimpleNamespace(Sequential=object)
+    pytorch: Any = types.ModuleType("transformer_engine.pytorch")
+    engine.pytorch = pytorch
+    pytorch.ops = types.SimpleNamespace(Sequential=object)
     for name in ("Linear", "LayerNormLinear"):
-        setattr(engine.pytorch, name, type(name, (), {}))
+        setattr(pytorch, name, type(name, (), {}))
     real_import = builtins.__import__
 
     def answer(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         if name == "transformer_engine.pytorch" and (globals or {}).get("__name__") == importer:
             # `import a.b as c` (empty fromlist) binds from the top package.
-            return engine.pytorch if fromlist else engine
+            return pytorch if fromlist else engine
         return real_import(name, globals, locals, fromlist, level)
 
     builtins.__import__ = answer

@@ -37,7 +37,7 @@ def supervise(commands: Sequence[RankCommand], log_dir: Path) -> int:
     log_dir.mkdir(parents=True, exist_ok=True)
     failure.clear(log_dir, len(commands))
     with _noted_signals() as received:
-        processes: dict[int, subprocess.Popen[bytes]] = {}
+        processes: dict[int, subprocess.Popen[Any]] = {}
         try:
             for command in commands:
                 processes[command.rank] = _start(command, log_dir)
@@ -54,7 +54,7 @@ def supervise(commands: Sequence[RankCommand], log_dir: Path) -> int:
     return 0
 
 
-def _start(command: RankCommand, log_dir: Path) -> subprocess.Popen[bytes]:
+def _start(command: RankCommand, log_dir: Path) -> subprocess.Popen[Any]:
     # A session of its own keeps the terminal's Ctrl-C away from the ranks (we pass it on once), and makes the rank and
     # whatever it starts one group that can be killed together.
     options: dict[str, Any] = {
@@ -69,7 +69,7 @@ def _start(command: RankCommand, log_dir: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command.argv, stdout=log, stderr=subprocess.STDOUT, **options)
 
 
-def _watch(processes: Mapping[int, subprocess.Popen[bytes]], received: Sequence[signal.Signals]) -> dict[int, int]:
+def _watch(processes: Mapping[int, subprocess.Popen[Any]], received: Sequence[signal.Signals]) -> dict[int, int]:
     """Wait for the end; returns the exit codes of ranks that failed by themselves."""
     while not received:
         codes = {rank: process.poll() for rank, process in processes.items()}
@@ -80,7 +80,7 @@ def _watch(processes: Mapping[int, subprocess.Popen[bytes]], received: Sequence[
     return {}
 
 
-def _end(processes: Mapping[int, subprocess.Popen[bytes]], first: signal.Signals) -> None:
+def _end(processes: Mapping[int, subprocess.Popen[Any]], first: signal.Signals) -> None:
     """Ask the ranks, wait, kill: the ranks and what they left running behind them, whether they ended well or not."""
     deadline = time.monotonic() + GRACE_S
     for process in processes.values():

@@ -149,6 +149,7 @@ def init(cluster: ClusterConfig, platform: Platform, env: launch.WorkerEnv | Non
     """
     from megatron.core import parallel_state
 
+    ps: Any = parallel_state  # its annotations leave it open whether groups exist
     validate(cluster)
     env = env or launch.worker_env()
     if env.world_size != world_size(cluster):
@@ -169,14 +170,14 @@ def init(cluster: ClusterConfig, platform: Platform, env: launch.WorkerEnv | Non
         world_size=env.world_size,
         timeout=timeout,
     )
-    parallel_state.initialize_model_parallel(
+    ps.initialize_model_parallel(
         tensor_model_parallel_size=cluster.tensor_model_parallel_size,
         pipeline_model_parallel_size=cluster.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=cluster.virtual_pipeline_model_parallel_size,
         context_parallel_size=cluster.context_parallel_size,
         expert_model_parallel_size=cluster.expert_model_parallel_size,
         expert_tensor_parallel_size=cluster.expert_tensor_parallel_size,
-        distributed_timeout_minutes=cluster.collective_timeout_s / 60,  # pyright: ignore[reportArgumentType]
+        distributed_timeout_minutes=cluster.collective_timeout_s / 60,
     )
     grid = rank_grid(cluster)
     place = grid[env.rank]
@@ -194,15 +195,15 @@ def init(cluster: ClusterConfig, platform: Platform, env: launch.WorkerEnv | Non
         cp_size=cluster.context_parallel_size,
         dp_size=num_replicas(cluster),
         ep_size=cluster.expert_model_parallel_size,
-        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        etp_size=ps.get_expert_tensor_parallel_world_size(),
         replica_ranks=replicas[place.replica],
-        tp_pg=parallel_state.get_tensor_model_parallel_group(),
-        pp_pg=parallel_state.get_pipeline_model_parallel_group(),
-        dp_pg=parallel_state.get_data_parallel_group(),
-        dp_cp_pg=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tp_pg=ps.get_tensor_model_parallel_group(),
+        pp_pg=ps.get_pipeline_model_parallel_group(),
+        dp_pg=ps.get_data_parallel_group(),
+        dp_cp_pg=ps.get_data_parallel_group(with_context_parallel=True),
         replica_pg=replica_pg,
         replica_cpu_pg=replica_pg if gloo else _own_group(replicas, place.replica, "gloo", timeout),
-        dp_cpu_pg=parallel_state.get_data_parallel_group_gloo(),
+        dp_cpu_pg=ps.get_data_parallel_group_gloo(),
         world_cpu_pg=dist.group.WORLD if gloo else dist.new_group(backend="gloo", timeout=timeout),
         store=store,
     )

@@ -33,7 +33,8 @@ def read_task(source: SourceConfig) -> Iterator[Item]:
 
 
 def read_reasoning_gym(source: SourceConfig) -> Iterator[Item]:
-    """A procedural data set of reasoning_gym; extras hold the whole ``entry``, which its own scorer needs.
+    """A procedural data set of reasoning_gym; extras hold what its own scorer needs: the whole ``entry``, the name of
+    the ``dataset`` and the ``dataset_options``.
 
     ``options`` go to ``reasoning_gym.create_dataset`` (size, seed, difficulty). Without a seed there, each ``split``
     draws its own problems; without a size, ``limit`` sets it. Sets whose puzzles have no single reference answer get
@@ -62,7 +63,8 @@ def read_reasoning_gym(source: SourceConfig) -> Iterator[Item]:
         entry = entries[index]
         item_id = f"{source.name}-{options['seed']}-{index}"
         answer = "" if entry["answer"] is None else str(entry["answer"])
-        question, extras = entry["question"], {"entry": entry}
+        question = entry["question"]
+        extras = {"entry": entry, "dataset": source.name, "dataset_options": dict(source.options)}
         yield Item(where=f"entry {item_id}", id=item_id, prompt=question, answer=answer, extras=extras)
 
 

@@ -86,7 +86,7 @@ class Actor(Scorer):
 
         Collective over all ranks: exhaust it everywhere. A tensor is valid until the next one is asked for.
         """
-        self._gather_parameters()
+        self.gather_parameters()
         return export_hf(self.policy)
 
     def _step(self, finite_loss: bool) -> float:
@@ -125,7 +125,7 @@ class Actor(Scorer):
         sums_K[3] = sum(part.num_positions for part in micro)
         return names, topology.sum_over_replicas(sums_K).tolist()
 
-    def _gather_parameters(self) -> None:
+    def gather_parameters(self) -> None:
         """Finish the parameter gather that train.ddp.overlap_param_gather leaves to the next forward pass."""
         for chunk in self.policy.chunks:
             if chunk.ddp_config.overlap_param_gather:
@@ -168,6 +168,9 @@ def _scheduler(optimizer: Any, train: TrainConfig, total_updates: int) -> Optimi
         "end_wd": weight_decay,
         "wd_incr_steps": total_updates,
         "wd_incr_style": "constant",
+        # A resumed run goes on at its update, on the schedule its configuration describes now.
+        "use_checkpoint_opt_param_scheduler": False,
+        "override_opt_param_scheduler": True,
         **given,
     }
     if settings["lr_warmup_steps"] >= settings["lr_decay_steps"]:

@@ -10,6 +10,7 @@ boundaries (thd) and each sequence its own positions, also cut over context-para
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -113,7 +114,7 @@ class Forward:
         else:
             shard = micro
         cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=self.policy.device)
-        longest = max(end - begin for begin, end in zip(boundaries[:-1], boundaries[1:], strict=True))
+        longest = max(end - begin for begin, end in itertools.pairwise(boundaries))
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

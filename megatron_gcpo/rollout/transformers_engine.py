@@ -41,15 +41,11 @@ class TransformersEngine:
         self, hf_config: PretrainedConfig, *, device: torch.device, dtype: torch.dtype, max_batch_rows: int
     ) -> None:
         config = copy.deepcopy(hf_config).get_text_config()
-        kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise ValueError(
-                f"the transformers engine holds full attention only, but {config.model_type} has layers of type "
-                f"{', '.join(sorted(kinds))}; choose another rollout.engine or model"
-            )
+        _require_full_attention(config)
         # the weights come later: drawing random ones would cost time and advance the caller's random state
         with no_init_weights(), torch.device(device):
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        self._model.tie_weights()  # part of the initialisation that was left out
         self._model.eval().requires_grad_(False)
         self._config, self._device, self._dtype = config, device, dtype
         self._max_batch_rows = max_batch_rows
@@ -246,3 +242,16 @@ class TransformersEngine:
             logits_NtV = self._forward(ids_NT[:, queries], queries.expand(len(rows), -1), cache, mask).float()
             logprobs_NtV = logits_NtV.div_(temperature).log_softmax(-1)
             yield logprobs_NtV.gather(-1, ids_NT[:, queries + 1, None])[..., 0]
+
+
+def _require_full_attention(config: PretrainedConfig) -> None:
+    """ValueError when some layer does not see the whole past: the engine's masks and cache know nothing else."""
+    options = config.to_dict()
+    kinds = set(options.get("layer_types") or ["full_attention"]) - {"full_attention"}
+    if not options.get("layer_types") and options.get("sliding_window"):
+        kinds = {"sliding_attention"}
+    if kinds:
+        raise ValueError(
+            f"the transformers engine holds full attention only, but {config.model_type} has layers of type "
+            f"{', '.join(sorted(kinds))}; choose another rollout.engine or model"
+        )

@@ -20,10 +20,18 @@ from megatron_gcpo.verify import wire
 from megatron_gcpo.verify.base import Sample
 from megatron_gcpo.verify.worker import ID_BYTES, Start
 
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-# -I: nothing of the trainer's environment or working directory chooses what is imported. Our own package comes last on
-# the path, where the rest of its folder can hide nothing.
-_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from megatron_gcpo.verify.worker import main; main(sys.argv[2:])"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# -I: nothing of the trainer's environment or working directory chooses what is imported. Our package is loaded from
+# where the trainer has it, installed or not, without putting its parent folder on the path.
+_PROGRAM = """
+import importlib.util, sys
+init = sys.argv[1] + "/__init__.py"
+spec = importlib.util.spec_from_file_location("megatron_gcpo", init, submodule_search_locations=[sys.argv[1]])
+package = sys.modules["megatron_gcpo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from megatron_gcpo.verify.worker import main
+main(sys.argv[2:])
+"""
 _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")},
@@ -63,7 +71,7 @@ class WorkerHandle:
         self.reply_fd, reply_out = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _PROGRAM, _PACKAGE_PARENT, str(request_in), str(reply_out)],
+                [sys.executable, "-I", "-c", _PROGRAM, str(_PACKAGE), str(request_in), str(reply_out)],
                 pass_fds=(request_in, reply_out),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -113,8 +121,7 @@ class WorkerHandle:
     def read(self) -> list[Reply]:
         """The verdicts that have arrived, in the order of the requests.
 
-        Raises:
-            WorkerLost: it ended, or sent something that is not the reply to the oldest request.
+        ``fault`` is set when it ended, or sent something that is not the reply to the oldest request.
         """
         try:
             alive = self._replies.pull()
@@ -129,8 +136,6 @@ class WorkerHandle:
             self.fault = f"it broke the protocol ({type(error).__name__})"
         if not alive:
             self.fault = "it ended"
-        if self.fault and not replies:
-            raise WorkerLost(self.fault)
         return replies
 
     def _accept(self, said: dict[str, Any]) -> Reply | None:

@@ -175,6 +175,8 @@ class VerifierPool:
                     worker.write()
                 if worker.ready is not None and not worker.admitted:
                     self._admit(worker)
+                if worker.fault:
+                    raise WorkerLost(worker.fault)
                 if not got and time.monotonic() >= self._due(worker):
                     losses.append((slot, Verdict(reward=0.0, status="timeout", message="its worker does not answer")))
             except WorkerLost as error:

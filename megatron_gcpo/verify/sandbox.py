@@ -11,6 +11,14 @@ up can be had back. Every measure is tried and none is trusted: ``probe`` finds 
     netns       yes                         with userns               root: CAP_SYS_ADMIN
     landlock    yes                         yes                       Linux 5.13, Landlock enabled
     rlimits     yes                         yes
+
+What follows for model output (``Isolation.guarantees`` says what was found to hold, ``verify.isolation`` what must):
+
+    seccomp         no network, no new processes or threads, no file written or removed, no signals: the standard level,
+                    for every user, in containers too. Without it landlock, netns and rlimits give the same save signals.
+    uid or userns   the trainer's environment and memory cannot be read.
+    landlock        nor can any file outside Python's folders: the strict level. Without it judges can read what everybody
+                    may (uid) or what the trainer's user may (no uid), but have nowhere to send it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ VERIFIERS: dict[str, Row] = {
         attribute="ReasoningGym",
         evaluates=True,
         package="reasoning_gym",
-        install="pip install reasoning-gym",
+        install="pip install 'megatron-gcpo[data]'",
     ),
 }
 

@@ -54,14 +54,14 @@ class ReasoningGym(Verifier):
         score = _scorer(dataset, options)
         with contextlib.suppress(Exception):
             # Once with the reference answer, for whatever the scorer imports or opens late.
-            if screen.check(dataset, sample.answer):
+            if screen.check(_kind(entry, dataset), sample.answer):
                 score(sample.answer, entry)
         _ready.add((dataset, options))
 
     def judge(self, sample: Sample) -> float:
         dataset, options, entry = _origin(sample)
         answer = _EXTRACTORS[self.extract](sample.completion)
-        if not answer or (self.screen and not screen.check(dataset, answer)):
+        if not answer or (self.screen and not screen.check(_kind(entry, dataset), answer)):
             return 0.0
         score = float(_scorer(dataset, options)(answer, entry))
         return min(max(score, 0.0), 1.0) if self.partial_credit else float(score >= self.threshold)
@@ -80,6 +80,11 @@ def _origin(sample: Sample) -> tuple[str, str, Mapping[str, Any]]:
         )
     dataset = sample.extras.get("dataset") or entry["metadata"].get("source_dataset")
     return str(dataset), json.dumps(sample.extras.get("dataset_options", {}), sort_keys=True), entry
+
+
+def _kind(entry: Mapping[str, Any], dataset: str) -> str:
+    """The data set whose scorer sees the answer in the end: a composite set passes it on."""
+    return str(entry["metadata"].get("source_dataset", dataset))
 
 
 @cache

@@ -124,15 +124,15 @@ def test_missing_packages_are_named(tokenizer, monkeypatch, module, kind):
 
 
 def test_reasoning_gym_entries_can_be_scored(tokenizer):
-    source = {"kind": "reasoning_gym", "name": "basic_arithmetic", "limit": 5}
+    source = {"kind": "reasoning_gym", "name": "basic_arithmetic", "limit": 5, "options": {"max_terms": 4}}
     found = load(tokenizer, source)
     assert len(found) == 5
     import reasoning_gym
 
     for prompt in found.prompts:
-        entry = pickle.loads(pickle.dumps(prompt.extras))["entry"]
-        score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
-        assert score(answer=prompt.answer, entry=entry) == 1
+        extras = pickle.loads(pickle.dumps(prompt.extras))
+        scorer = reasoning_gym.create_dataset(extras["dataset"], **extras["dataset_options"])
+        assert scorer.score_answer(answer=prompt.answer, entry=extras["entry"]) == 1
     heldout = load(tokenizer, {**source, "split": "heldout"})
     assert {p.id for p in found.prompts}.isdisjoint(p.id for p in heldout.prompts)
     assert [p.text for p in heldout.prompts] != [p.text for p in found.prompts]

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_gcpo.config.records import VerifyConfig
 from megatron_gcpo.types import Verdicts
+from megatron_gcpo.verify.base import Sample
 from megatron_gcpo.verify.pool import VerifierPool
 
 from .support import TABLE, group, session_members
@@ -103,15 +104,15 @@ def test_a_worker_that_lies_is_not_believed() -> None:
     """A reply that names another request, and one that is no reply at all, end the worker."""
     with VerifierPool(VerifyConfig(name="payload", num_workers=1), table=TABLE) as pool:
         worker = pool._workers[0]
-        worker.post(0, ("", "", {}, "reward = 1.0"))  # pyright: ignore[reportArgumentType]
+        worker.post(0, Sample("", "", {}, "reward = 1.0"))
         token, _ = worker.flight.popleft()
         worker.flight.append((token[::-1], 0))
         worker.write()
         verdicts = pool.score([group(["reward = 1.0"] * 3)])
         assert pool._workers[0] is not worker
         assert pool.counts["verify/restarts"] == 1
-        # The made-up request was the oldest, so it was charged; it is not one of these three.
-        assert verdicts[0].rewards_G.tolist().count(1.0) >= 2
+        # The made-up request was the oldest and went by the number of the first sample: that one is charged.
+        assert verdicts[0].rewards_G.tolist()[1:] == [1.0, 1.0]
 
 
 def test_a_prompt_that_does_not_fit_ends_the_run_and_leaves_the_pool_usable() -> None:

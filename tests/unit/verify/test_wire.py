@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 
@@ -19,7 +20,7 @@ def read_all(stream: bytes, cuts: list[int], limit: int) -> list[bytes]:
     reader, found = wire.Reader(reading, limit), []
     bounds = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
     try:
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in itertools.pairwise(bounds):
             os.write(writing, stream[first:last])
             assert reader.pull()
             found += reader.frames()

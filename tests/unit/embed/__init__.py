@@ -1,0 +1,1 @@
+"""Which texts are embedded, how often, and with what."""

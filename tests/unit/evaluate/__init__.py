@@ -1,0 +1,1 @@
+"""Estimators against enumeration, diversity against closed forms."""

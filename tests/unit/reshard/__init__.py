@@ -1,0 +1,1 @@
+"""Pushing weights and noticing when they did not arrive."""

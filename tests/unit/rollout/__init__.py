@@ -1,0 +1,1 @@
+"""Sampling against transformers' own generate and plain forward passes."""
