@@ -43,7 +43,7 @@ def describe(config: Config, console: Console) -> None:
 
 def _grid(config: Config) -> Table:
     platform = install(config.cluster.platform)  # before anything of Megatron is imported, which warns otherwise
-    from megatron_gcpo.policy.build import count_parameters
+    from megatron_gcpo.policy.count import count_parameters
     from megatron_gcpo.run import complete_model
 
     tokenizer = load_tokenizer(config.model, config.data.train)

@@ -10,6 +10,9 @@ Every rank tells the common store which phase it is in and, from a thread, that 
 Ranks watch their neighbour on a ring, so that the store sees a few requests per rank and second at any size.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch.distributed documents its stores without listing them as exported.
+
 from __future__ import annotations
 
 import contextlib
@@ -47,7 +50,7 @@ class Watch:
         """``timeout_s``: how long to wait for peers.  ``on_lost``: how the thread ends this rank, given the reason."""
         self._store = dist.PrefixStore("watch", store)
         # A blocking request holds its connection: the thread has one of its own.
-        self._thread_store = dist.PrefixStore("watch", store.clone())
+        self._thread_store = dist.PrefixStore("watch", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self._beat_s = min(2.0, timeout_s / 20)
         self._silence_s = min(MAX_SILENCE_S, timeout_s / 2)

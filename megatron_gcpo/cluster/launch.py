@@ -5,6 +5,9 @@ torchrun, or Slurm's srun) finds out who it is with ``worker_env`` and works ins
 meets the others.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch.distributed documents its stores without listing them as exported.
+
 from __future__ import annotations
 
 import contextlib

@@ -110,7 +110,9 @@ def import_megatron_bridge(platform: Platform) -> types.ModuleType:
 def _silence() -> None:
     """Megatron-Core and its bridge explain at length, tensor by tensor, what they set up and which kernels are missing."""
     warnings.filterwarnings("ignore", module=r"megatron\.(core|bridge)\b")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    for name in ("megatron", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("megatron.bridge.utils.import_utils", "megatron.bridge.utils.fusions"):  # these set their own level
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 

@@ -1,5 +1,8 @@
 """The process groups of one rank, through Megatron-Core's parallel_state, and the few exchanges that the step needs."""
 
+# pyright: reportPrivateImportUsage=false
+# torch.distributed documents its stores without listing them as exported.
+
 from __future__ import annotations
 
 import itertools
@@ -204,7 +207,7 @@ def init(cluster: ClusterConfig, platform: Platform, env: launch.WorkerEnv | Non
         replica_pg=replica_pg,
         replica_cpu_pg=replica_pg if gloo else _own_group(replicas, place.replica, "gloo", timeout),
         dp_cpu_pg=ps.get_data_parallel_group_gloo(),
-        world_cpu_pg=dist.group.WORLD if gloo else dist.new_group(backend="gloo", timeout=timeout),
+        world_cpu_pg=_own_group([range(env.world_size)], 0, "gloo", timeout),
         store=store,
     )
 

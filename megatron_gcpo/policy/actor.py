@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import TrainConfig
 from megatron_gcpo.policy import options, pack, scale
-from megatron_gcpo.policy.build import Policy
+from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.policy.scorer import Scorer, last_of
 from megatron_gcpo.reshard.gather import export_hf
 from megatron_gcpo.types import TokenBatch, TokenStats, UpdateStats
@@ -46,7 +46,9 @@ class Actor(Scorer):
         """One optimizer step on sum over replicas of sum(batch.weights_T * token_loss).
 
         Each replica passes its own batch with weights_T (policy.scale); its size may differ, or be zero. Without a finite
-        loss and gradient nothing changes but ``num_skipped``, and the learning-rate schedule does not advance.
+        loss and gradient nothing changes but ``num_skipped``, and the learning-rate schedule does not advance. Nor does
+        anything change when no replica has a token to train (every group filtered out): momentum and weight decay
+        alone are no update. That is no skipped step: its loss and gradient are 0.
         """
         assert batch.weights_T is not None, "got a batch without weights_T, expected policy.scale.weights to have run"
         micro = self._micro_batches(batch)
@@ -70,7 +72,10 @@ class Actor(Scorer):
         loss, num_tokens, num_real, num_computed, *sums = totals
         rate = get_canonical_lr_for_logging(self.optimizer.param_groups)
         assert rate is not None, "got no parameter group with a learning rate, expected at least one"
-        grad_norm = self._step(math.isfinite(loss))
+        if num_tokens == 0:
+            loss = grad_norm = 0.0
+        else:
+            grad_norm = self._step(math.isfinite(loss))
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         return UpdateStats(
             loss=loss,
@@ -143,7 +148,7 @@ def _optimizer(policy: Policy, train: TrainConfig) -> Any:
     if given.get("lr") is None:
         raise ValueError("train.optimizer.lr is missing: set the learning rate, e.g. 1.0e-6")
     config = OptimizerConfig(
-        **given,
+        **{"min_lr": 0.0, **given},  # the schedule subtracts it
         bf16=policy.dtype == torch.bfloat16,
         params_dtype=policy.dtype,
         use_distributed_optimizer=ddp.use_distributed_optimizer,

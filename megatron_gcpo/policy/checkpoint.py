@@ -25,12 +25,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.policy import manifest as manifests
 from megatron_gcpo.policy.actor import Actor
-from megatron_gcpo.policy.build import Policy, unwrapped
+from megatron_gcpo.policy.weights import SHARDING, model_state, put_weights
 
 log = logging.getLogger(__name__)
-
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Optimizer state in the shapes of the weights, and experts' under the same names as the rest: any layout can read it."""
 
 
 def save(run_dir: str | Path, actor: Actor, extra_state: Mapping[str, Any], step: int, keep_last: int) -> Path:
@@ -75,8 +72,7 @@ def load(path: str | Path, actor: Actor) -> dict[str, Any]:
     same_layout = manifest.layout == manifests.layout(actor.topology, actor.policy)
     state = _state(actor, loading=True, random_states=same_layout)
     loaded = dist_checkpointing.load(state, str(path))
-    for index, module in enumerate(unwrapped(actor.policy)):
-        module.load_state_dict(loaded[f"model{index}"])
+    put_weights(actor.policy, loaded)
     actor.optimizer.load_state_dict(loaded["optimizer"])
     actor.scheduler.load_state_dict(loaded["scheduler"])
     actor.num_updates, actor.num_skipped = loaded["counts"]
@@ -89,30 +85,10 @@ def load(path: str | Path, actor: Actor) -> dict[str, Any]:
     return manifests.read_extra(path)
 
 
-def load_weights(path: str | Path, policy: Policy) -> int:
-    """Weights alone, from a checkpoint or the newest one of a run; the step they are of. Collective over all ranks.
-
-    Raises ValueError when there is no complete checkpoint, or it holds another model.
-    """
-    found = manifests.resolve(path)
-    manifest = manifests.read(found)
-    manifests.check_model(manifest, policy.hf_config, found)
-    loaded = dist_checkpointing.load(_model_state(policy), str(found))
-    for index, module in enumerate(unwrapped(policy)):
-        module.load_state_dict(loaded[f"model{index}"])
-    return manifest.step
-
-
-def _model_state(policy: Policy) -> dict[str, Any]:
-    return {
-        f"model{i}": module.sharded_state_dict(metadata=dict(SHARDING)) for i, module in enumerate(unwrapped(policy))
-    }
-
-
 def _state(actor: Actor, *, loading: bool, random_states: bool = True) -> dict[str, Any]:
     """Everything of this rank that is stored, as dist_checkpointing wants it."""
     actor.gather_parameters()
-    model = _model_state(actor.policy)
+    model = model_state(actor.policy)
     state: dict[str, Any] = {
         **model,
         "optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(SHARDING)),

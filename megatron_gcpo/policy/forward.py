@@ -28,7 +28,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.nn import functional
 
 from megatron_gcpo.cluster.topology import Topology
-from megatron_gcpo.policy.build import Policy
+from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.policy.pack import MicroBatch, context_shard, row_boundaries
 from megatron_gcpo.policy.vocab import linear_token_statistics
 from megatron_gcpo.types import TokenStats

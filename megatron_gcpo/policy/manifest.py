@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from megatron_gcpo.cluster.topology import Topology
-    from megatron_gcpo.policy.build import Policy
+    from megatron_gcpo.policy.model import Policy
 
 FORMAT = 1
 PARTIAL = ".partial"
@@ -146,6 +146,17 @@ def resolve(path: str | Path) -> Path:
     if found is None:
         raise ValueError(f"there is no complete checkpoint in {path}: name a run directory or one of its checkpoints")
     return found
+
+
+def resolve_start(path: str | Path) -> Path:
+    """The checkpoint meant by model.start_from. Raises ValueError when there is none yet."""
+    try:
+        return resolve(path)
+    except ValueError as error:
+        raise ValueError(
+            f"model.start_from: {error}. If that run is this one's warm start, train it first (megatron-gcpo train RECIPE); "
+            "leave model.start_from out to start from model.path or from random weights"
+        ) from None
 
 
 def check_model(manifest: Manifest, hf_config: PretrainedConfig, path: Path) -> None:

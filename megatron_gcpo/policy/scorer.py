@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import TrainConfig
 from megatron_gcpo.policy import pack
-from megatron_gcpo.policy.build import Policy
 from megatron_gcpo.policy.forward import Forward
+from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.types import TokenBatch, TokenStats
 
 

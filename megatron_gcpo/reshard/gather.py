@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from megatron_gcpo.policy.build import Policy
+from megatron_gcpo.policy.model import Policy
 
 VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors with one row per vocabulary id."""

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from megatron_gcpo.verify import wire
 from megatron_gcpo.verify.base import Sample
-from megatron_gcpo.verify.worker import ID_BYTES, Start
+from megatron_gcpo.verify.start import ID_BYTES, Start
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # -I: nothing of the trainer's environment or working directory chooses what is imported. Our package is loaded from

@@ -103,7 +103,7 @@ def run_on(verifier: Verifier, confinement: Confinement, sample_fd: int, verdict
 def _enter(confinement: Confinement, keep: tuple[int, ...]) -> list[str]:
     """Let go of everything the worker holds, then confine."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    kept = sorted((*keep, *([] if confinement.file_rules is None else [confinement.file_rules])))
+    kept: list[int] = sorted((*keep, *([] if confinement.file_rules is None else [confinement.file_rules])))
     for first, last in zip((3, *[fd + 1 for fd in kept]), (*kept, 1 << 16), strict=True):
         os.closerange(first, last)
     return confinement.enter()

@@ -22,8 +22,8 @@ from megatron_gcpo.verify.base import Sample
 from megatron_gcpo.verify.handle import Reply, WorkerHandle, WorkerLost
 from megatron_gcpo.verify.judge import STATUSES, Verdict, clean
 from megatron_gcpo.verify.probe import GUARANTEES, Isolation
+from megatron_gcpo.verify.start import Start
 from megatron_gcpo.verify.table import VERIFIERS, Row, create
-from megatron_gcpo.verify.worker import Start
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +148,9 @@ class VerifierPool:
                 verdicts[reply.index] = self._verdict(reply)
             for slot, loss in losses:
                 # The oldest sample is the one that was being judged; the others go to whoever is free.
-                charged, *innocent = [index for _, index in self._workers[slot].flight] or [None]
-                if charged is not None:
-                    verdicts[charged] = loss
-                todo.extendleft(reversed(innocent))
+                indices = [index for _, index in self._workers[slot].flight]
+                verdicts |= dict.fromkeys(indices[:1], loss)
+                todo.extendleft(reversed(indices[1:]))
                 self._counts["verify/restarts"] += 1
                 self._restart(slot)
         return [verdicts[index] for index in range(len(samples))]

@@ -9,7 +9,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from megatron_gcpo.verify.base import Verifier
-from megatron_gcpo.verify.worker import load
+from megatron_gcpo.verify.start import load
 
 
 @dataclass(frozen=True, kw_only=True)

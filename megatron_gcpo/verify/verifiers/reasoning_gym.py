@@ -88,7 +88,7 @@ def _kind(entry: Mapping[str, Any], dataset: str) -> str:
 
 
 @cache
-def _scorer(dataset: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
+def _scorer(dataset: str, options: str) -> Callable[[str, Any], float]:
     import reasoning_gym
 
     try:

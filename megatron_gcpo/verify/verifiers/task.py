@@ -14,6 +14,12 @@ class PackagedTask(Verifier):
     task: str | None = None
     """addition, multiplication, countdown; default: what the prompt says."""
 
+    def __post_init__(self) -> None:
+        from megatron_gcpo.data.tasks import task_class
+
+        if self.task is not None:
+            task_class(self.task)
+
     def prepare(self, sample: Sample) -> None:
         from megatron_gcpo.data.tasks import task_class
 

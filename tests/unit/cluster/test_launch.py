@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_gcpo.config.records import ClusterConfig
 
 RANKS = """
 import os, subprocess, sys, time
+from datetime import timedelta
 from pathlib import Path
 from megatron_gcpo.cluster import launch
 
@@ -42,6 +44,7 @@ sys.exit(launch.run_worker(work))
 
 PARENT = """
 import sys
+from datetime import timedelta
 from pathlib import Path
 from megatron_gcpo.cluster import launch
 from megatron_gcpo.config.records import ClusterConfig
@@ -206,3 +209,31 @@ def test_errors_become_one_line():
     assert failure.describe(KeyError("x")) == "KeyError: 'x'"
     assert failure.describe(AssertionError()) == "AssertionError"
     assert len(failure.describe(RuntimeError("x" * 9999))) < 700
+
+
+def lonely(port: int, **fields) -> launch.WorkerEnv:
+    return launch.WorkerEnv(
+        **{"rank": 0, "local_rank": 0, "world_size": 3, "master_addr": "127.0.0.1"} | fields, master_port=port
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_ranks_that_never_come_are_named():
+    with pytest.raises(ValueError, match=r"rank 0 waited 0.3 s at .*, and of 3 ranks these did not come: 1, 2"):
+        launch.connect(lonely(free_port()), timedelta(seconds=0.3))
+
+
+def test_a_meeting_point_that_cannot_be_opened_or_reached_is_said():
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} is in use: set MASTER_PORT"):
+            launch.connect(lonely(port), timedelta(seconds=1))
+    with pytest.raises(ValueError, match=r"rank 1 did not reach rank 0 at 127.0.0.1:\d+ within 0.5 s"):
+        launch.connect(lonely(free_port(), rank=1), timedelta(seconds=0.5))

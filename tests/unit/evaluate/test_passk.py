@@ -44,7 +44,7 @@ def test_distinct_at_n_counts_the_labels():
 def test_k_outside_the_samples_says_what_to_change(k):
     with pytest.raises(ValueError, match=f"k = {k} does not fit 4 samples.*evaluate.samples.*evaluate.ks"):
         pass_at_k(4, 2, k)
-    with pytest.raises(ValueError, match="evaluate.ks"):
+    with pytest.raises(ValueError, match=r"evaluate\.ks"):
         distinct_at_k([None] * 4, k)
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_gcpo.loss import ppo_clip
@@ -24,7 +24,9 @@ def run(ratio: float, advantage: float, dual_clip: float | None = None):
 
 
 @settings(max_examples=75, deadline=None)
-@given(st.floats(0.05, 20), st.floats(-3, 3), st.sampled_from([None, 1.5, 3.0]))
+@given(st.floats(0.6, 1.5) | st.floats(0.05, 20), st.floats(-3, 3), st.sampled_from([None, 1.5, 3.0]))
+@example(ratio=0.75, advantage=-1.0, dual_clip=None)  # between 1 - HIGH and 1 - LOW
+@example(ratio=1.25, advantage=1.0, dual_clip=None)  # between 1 + LOW and 1 + HIGH
 def test_equals_the_case_table(ratio, advantage, dual_clip):
     """A > 0: the gain is A min(rho, 1 + high). A < 0: |A| max(rho, 1 - low) is lost, at most |A| dual_clip. The
     derivative of rho by logp is rho: the gradient is -A rho where rho itself is in the gain, 0 where a bound is."""

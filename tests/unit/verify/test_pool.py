@@ -169,7 +169,7 @@ import os, sys, time
 sys.path.insert(0, sys.argv[1])
 from megatron_gcpo.verify.base import Sample
 from megatron_gcpo.verify.handle import WorkerHandle
-from megatron_gcpo.verify.worker import Start
+from megatron_gcpo.verify.start import Start
 worker = WorkerHandle(Start(module=sys.argv[2], attribute="Payload", options={}, evaluates=sys.argv[3] == "True",
                             timeout_s=1e6, memory_bytes=1 << 28, trainer_pid=os.getpid()))
 worker.post(0, Sample("", "", {}, "while True: pass"))
