@@ -36,14 +36,17 @@ def run_folder(config: Config) -> Path:
 def _train(config: Config, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from megatron_gcpo.preflight import describe, preflight
 
-    if arguments.dry_run:
-        describe(config, Console())
-        return 0
     folder = run_folder(config)
+    if arguments.dry_run:
+        describe(config, folder, Console())
+        return 0
     if _is_finished(config, folder):
         return 0
-    preflight(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    preflight(config, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"run.output_dir {folder} cannot be made ({error.strerror}): choose another") from None
     return launch.run(config.cluster, argv, log_dir=folder / "logs")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megatron_gcpo.embed import cosine_metrics, embed_groups, embedded_span
@@ -82,11 +81,8 @@ def collect(run: Run, leader: Leader, step: int, clock: Stopwatch) -> Experience
 def _credit(
     run: Run, leader: Leader, groups: list[Group], verdicts: list[Verdicts], clock: Stopwatch, tally: Tally
 ) -> list[Credit]:
-    lengths = [torch.tensor([len(r.token_ids) for r in group.rollouts]) for group in groups]
-    rewards = [
-        run.method.shape_rewards(torch.from_numpy(v.rewards_G).double(), lengths_G, run.options)
-        for v, lengths_G in zip(verdicts, lengths, strict=True)
-    ]
+    lengths = [_lengths(group) for group in groups]
+    rewards = [_shaped(run, group, verdict) for group, verdict in zip(groups, verdicts, strict=True)]
     embeddings: list[torch.Tensor | None] = [None] * len(groups)
     if "embeddings" in run.needs:
         assert leader.encoder is not None, "got no encoder, expected one for a method that compares embeddings"
@@ -100,6 +96,15 @@ def _credit(
             )
             for rewards_G, embeddings_GD, lengths_G in zip(rewards, embeddings, lengths, strict=True)
         ]
+
+
+def _lengths(group: Group) -> torch.Tensor:
+    return torch.tensor([len(r.token_ids) for r in group.rollouts])
+
+
+def _shaped(run: Run, group: Group, verdict: Verdicts) -> torch.Tensor:
+    """[G] float64 rewards as the credit sees them."""
+    return run.method.shape_rewards(torch.from_numpy(verdict.rewards_G).double(), _lengths(group), run.options)
 
 
 def _describe(
@@ -128,11 +133,12 @@ def embedded_texts(run: Run, experience: Experience) -> list[list[str | None]]:
         return [[None] * len(group.rollouts) for group in experience.groups]
     texts: list[list[str | None]] = []
     for group, verdict in zip(experience.groups, experience.verdicts, strict=True):
-        used = verdict.rewards_G > 0 if np.count_nonzero(verdict.rewards_G) >= 2 else np.zeros_like(verdict.rewards_G)
+        rewarded_G = _shaped(run, group, verdict) != 0
+        used_G = rewarded_G & (rewarded_G.sum() >= 2)
         texts.append(
             [
-                embedded_span(rollout.text, run.config.embed.span) if wanted else None
-                for rollout, wanted in zip(group.rollouts, used, strict=True)
+                embedded_span(rollout.text, run.config.embed.span) if used else None
+                for rollout, used in zip(group.rollouts, used_G, strict=True)
             ]
         )
     return texts

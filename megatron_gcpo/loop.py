@@ -17,10 +17,11 @@ from megatron_gcpo.config.records import Config
 from megatron_gcpo.evaluate import measure, summarize_evals
 from megatron_gcpo.observe.progress import ProgressBar
 from megatron_gcpo.observe.report import StepReport, step_metrics
-from megatron_gcpo.observe.rollouts import write_rollouts
+from megatron_gcpo.observe.rollouts import drop_rollouts_after, write_rollouts
 from megatron_gcpo.observe.sinks import Sink, open_sinks
 from megatron_gcpo.observe.summary import Summary, print_summary
-from megatron_gcpo.policy import checkpoint, manifest
+from megatron_gcpo.policy import checkpoint
+from megatron_gcpo.resume import check_continuation, find_checkpoint
 from megatron_gcpo.rollout import generate_groups
 from megatron_gcpo.run import Run, assemble
 from megatron_gcpo.step import sft_step, train_step
@@ -64,12 +65,11 @@ def train(run: Run) -> None:
                 metrics |= {f"eval/{name}": value for name, value in evaluate(run).items()}
             _write(sinks, summary.step, metrics)
             bar.advance(summary.step, metrics)
-            if summary.step % settings.checkpoint.every == 0 and not last:
+            if summary.step % settings.checkpoint.every == 0 or last:
                 _save(run, summary)
     if settings.evaluate.at_end:
         summary = replace(summary, after=evaluate(run))
         _write(sinks, steps, {f"eval/{name}": value for name, value in (summary.after or {}).items()})
-    _save(run, summary)
     for sink in sinks:
         sink.close()
     if run.is_first:
@@ -111,6 +111,8 @@ def evaluate(run: Run) -> dict[str, float]:
             span=settings.embed.span,
             labeller=None if label is None else lambda _, text: label(text),
         )
+        if leader.encoder is not None:
+            leader.encoder.take_metrics()  # what an evaluation embeds is no number of the next step
         gathered = run.topology.gather_objects_from_leaders(records)
     if gathered is None:
         return {}
@@ -120,26 +122,12 @@ def evaluate(run: Run) -> dict[str, float]:
 def _resume(run: Run) -> Summary:
     """Where the run stands: the newest complete checkpoint's summary, or a new one; the actor holds its state."""
     data = run.topology.broadcast_object_to_all(run.leader.prompts.fingerprint() if run.leader else None)
-    newest = run.topology.broadcast_object_to_all(manifest.newest(run.folder))
+    newest = run.topology.broadcast_object_to_all(find_checkpoint(run.config, run.folder) if run.is_first else None)
     if newest is None:
-        if run.config.run.resume == "must":
-            raise ValueError(f"run.resume is must, but {run.folder} holds no complete checkpoint: set it to auto")
         return Summary(data=data)
-    if run.config.run.resume == "never":
-        raise ValueError(
-            f"{run.folder} already holds {newest.name}, and run.resume is never: choose another run.output_dir, or auto"
-        )
     with run.watch.phase("resume"):
         summary = Summary(**checkpoint.load(newest, run.actor))
-    if summary.data != data:
-        raise ValueError(
-            f"{run.folder} was trained on other prompts than data.train gives now: continuing would repeat some and "
-            "skip others; restore the data, or start in another run.output_dir"
-        )
-    if summary.step > run.config.run.steps:
-        raise ValueError(
-            f"{run.folder} has done {summary.step} steps already, more than run.steps {run.config.run.steps}: raise it"
-        )
+    check_continuation(run.config, run.folder, summary, data)
     return summary
 
 
@@ -147,6 +135,10 @@ def _save(run: Run, summary: Summary) -> None:
     with run.watch.phase("checkpoint"):
         keep = run.config.checkpoint.keep_last
         checkpoint.save(run.folder, run.actor, summary.to_json(), step=summary.step, keep_last=keep)
+    if run.leader is not None and run.leader.encoder is not None:
+        # A run that resumes here remembers no embedding, and one that goes on must do the same arithmetic: the last
+        # bits of an embedding depend on the texts it is computed with.
+        run.leader.encoder.forget()
 
 
 def _open(run: Run, summary: Summary) -> list[Sink]:
@@ -155,11 +147,12 @@ def _open(run: Run, summary: Summary) -> list[Sink]:
     run.folder.mkdir(parents=True, exist_ok=True)
     values = run.config.model_dump(mode="json")
     (run.folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    drop_rollouts_after(run.folder / "rollouts", summary.step)
     return open_sinks(run.config, run.folder, summary.step)
 
 
 def _write(sinks: Sequence[Sink], step: int, metrics: Mapping[str, float]) -> None:
-    for sink in sinks:
+    for sink in sinks if metrics else ():
         sink.write(step, metrics)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -9,32 +12,81 @@ from rich.table import Table
 from megatron_gcpo.cluster.grid import num_replicas, rank_grid, world_size
 from megatron_gcpo.cluster.platform import install
 from megatron_gcpo.config.records import Config
-from megatron_gcpo.data.sources import load_prompts
-from megatron_gcpo.data.tokenizer import load_tokenizer
-from megatron_gcpo.methods import resolve
+from megatron_gcpo.data import PromptSampler, PromptSet, RowSampler, load_prompts, load_tokenizer
+from megatron_gcpo.methods import MethodOptions, resolve
+from megatron_gcpo.observe.summary import Summary
+from megatron_gcpo.policy import manifest
+from megatron_gcpo.policy.hf_config import check_layout, complete_model, read_hf_config
+from megatron_gcpo.resume import check_continuation, find_checkpoint
+from megatron_gcpo.rollout.engine import check_fits
 from megatron_gcpo.verify.table import create
 
 
-def preflight(config: Config) -> None:
-    """Find the mistakes that need no model: method, verifier, tokenizer, data, prompt lengths.
+def preflight(config: Config, folder: Path) -> None:
+    """Find the mistakes that need no process: method, verifier, tokenizer, layout, data, lengths, what is in ``folder``.
 
     Raises:
         ValueError: what is wrong and which field to change.
     """
-    resolve(config.method)
+    _, options = resolve(config.method)
+    _check_overlong(options, config.rollout.max_new_tokens)
     create(config.verify.name, config.verify.options)
+    checkpoint = find_checkpoint(config, folder)
     tokenizer = load_tokenizer(config.model, config.data.train)
+    hf_config = read_hf_config(complete_model(config.model, tokenizer))
+    check_layout(hf_config, config.cluster)
+    start = config.model.start_from
+    for path in filter(None, (checkpoint, manifest.resolve_start(start) if start else None)):
+        manifest.check_model(manifest.read(path), hf_config, path)
     prompts = load_prompts(config.data.train, config.data, tokenizer)
-    rows = config.rollout.prompts_per_step
-    if config.run.stage == "rl" and rows > len(prompts):
-        raise ValueError(f"rollout.prompts_per_step {rows} exceeds the {len(prompts)} prompts of data.train: lower it")
-    if config.data.heldout is not None:
-        load_prompts(config.data.heldout, config.data, tokenizer)
+    if checkpoint is not None:
+        check_continuation(config, folder, Summary(**manifest.read_extra(checkpoint)), prompts.fingerprint())
+    heldout = None if config.data.heldout is None else load_prompts(config.data.heldout, config.data, tokenizer)
+    if config.run.stage == "sft":
+        _check_demonstrations(config, prompts, tokenizer, hf_config.max_position_embeddings)
+    else:
+        PromptSampler(num_prompts=len(prompts), prompts_per_step=config.rollout.prompts_per_step, seed=config.run.seed)
+        _check_lengths(config, prompts, hf_config.max_position_embeddings)
+    if heldout is not None:
+        _check_lengths(config, heldout, hf_config.max_position_embeddings)
 
 
-def describe(config: Config, console: Console) -> None:
+def _check_overlong(options: MethodOptions, max_new_tokens: int) -> None:
+    overlong = options.overlong
+    if overlong is not None and overlong.max_tokens - overlong.buffer >= max_new_tokens:
+        raise ValueError(
+            f"method.overlong penalizes answers above {overlong.max_tokens - overlong.buffer} tokens (max_tokens - "
+            f"buffer), and none has more than rollout.max_new_tokens {max_new_tokens}: set max_tokens to that"
+        )
+
+
+def _check_lengths(config: Config, prompts: PromptSet, positions: int) -> None:
+    longest = max(prompts.prompts, key=lambda prompt: len(prompt.token_ids))
+    check_fits(len(longest.token_ids), config.rollout.max_new_tokens, positions, f"prompt {longest.id!r}")
+
+
+def _check_demonstrations(config: Config, prompts: PromptSet, tokenizer: Any, positions: int) -> None:
+    """Without this, a demonstration that fits neither the model nor a micro-batch ends the run when its turn comes."""
+    RowSampler(weights_P=prompts.demonstration_weights_P, rows_per_step=1, seed=config.run.seed)  # are there any?
+    limit = min(positions, config.train.max_tokens_per_micro_batch)
+    pairs = [(p, text) for p, texts in zip(prompts.prompts, prompts.demonstrations_P, strict=True) for text in texts]
+    # No tokenizer makes more tokens than bytes; one more is the end of sequence.
+    doubtful = [(p, text) for p, text in pairs if len(p.token_ids) + len(text.encode()) + 1 > limit]
+    if not doubtful:
+        return
+    encoded = tokenizer([text for _, text in doubtful], add_special_tokens=False)["input_ids"]
+    for (prompt, _), token_ids in zip(doubtful, encoded, strict=True):
+        if (length := len(prompt.token_ids) + len(token_ids) + 1) > limit:
+            raise ValueError(
+                f"prompt {prompt.id!r} and its demonstration have {length} tokens, but the model holds {positions} "
+                f"positions and train.max_tokens_per_micro_batch is {config.train.max_tokens_per_micro_batch}: leave "
+                "that row out, or raise what limits it"
+            )
+
+
+def describe(config: Config, folder: Path, console: Console) -> None:
     """Print the resolved configuration, the rank grid, parameters per rank and the batch arithmetic."""
-    preflight(config)
+    preflight(config, folder)
     values = config.model_dump(mode="json", exclude_none=True)
     console.print(yaml.safe_dump(values, sort_keys=False), highlight=False, markup=False)
     console.print(_grid(config))
@@ -44,7 +96,6 @@ def describe(config: Config, console: Console) -> None:
 def _grid(config: Config) -> Table:
     platform = install(config.cluster.platform)  # before anything of Megatron is imported, which warns otherwise
     from megatron_gcpo.policy.count import count_parameters
-    from megatron_gcpo.run import complete_model
 
     tokenizer = load_tokenizer(config.model, config.data.train)
     counts = count_parameters(complete_model(config.model, tokenizer), config.cluster, platform)

@@ -20,6 +20,7 @@ from megatron_gcpo.loss import nll
 from megatron_gcpo.methods import Method, MethodOptions, Need, resolve
 from megatron_gcpo.policy.actor import Actor
 from megatron_gcpo.policy.build import build
+from megatron_gcpo.policy.hf_config import complete_model
 from megatron_gcpo.policy.options import DTYPES
 from megatron_gcpo.policy.reference import Reference
 from megatron_gcpo.reshard.check import default_gap_limit
@@ -144,8 +145,8 @@ def assemble(config: Config, topology: Topology, watch: Watch, folder: Path) -> 
     leads = topology.is_leader
     prompts = load_prompts(config.data.train, config.data, tokenizer) if leads else None
     policy = build(model, config.cluster, topology.platform, seed=config.run.seed, ddp=config.train.ddp)
-    updates = config.run.steps * (config.train.mini_batches if config.run.stage == "rl" else 1)
-    actor = Actor(policy, topology, config.train, temperature=config.rollout.temperature, total_updates=updates)
+    temperature, updates = config.rollout.temperature, config.total_updates
+    actor = Actor(policy, topology, config.train, temperature=temperature, total_updates=updates)
     needs = method.needs_for(options) if config.run.stage == "rl" else frozenset()
     rows = None
     if prompts is not None and config.run.stage == "sft":
@@ -167,19 +168,6 @@ def assemble(config: Config, topology: Topology, watch: Watch, folder: Path) -> 
         leader=None if prompts is None else _leader(config, topology, tokenizer, prompts, policy.hf_config, needs),
         rows=rows,
     )
-
-
-def complete_model(model: Any, tokenizer: Any) -> Any:
-    """A model that starts from a config takes the vocabulary and the end of sequence from its tokenizer."""
-    if model.hf_config is None:
-        return model
-    known = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-    }
-    return model.model_copy(update={"hf_config": {**known, **model.hf_config}})
 
 
 def _leader(

@@ -61,7 +61,7 @@ class Watch:
         self._thread = threading.Thread(target=self._keep_watch, name="deadline", daemon=True)
 
     def __enter__(self) -> Self:
-        self._tell_phase()
+        self._enter_phase(self._phase)
         self._store.set(_beat_key(self._rank), "0")
         if self._world_size > 1:
             self._thread.start()
@@ -74,7 +74,8 @@ class Watch:
         try:
             if error is None:
                 self.barrier("end")
-                self._leave_last_if_hosting()
+                with self._store_may_be_gone():
+                    self._leave_last_if_hosting()
             elif isinstance(error, Exception) and not isinstance(error, PeerLost):
                 with contextlib.suppress(dist.DistError):
                     self._announce(self._store, f"rank {self._rank} failed in {self._phase}: {failure.describe(error)}")
@@ -90,10 +91,8 @@ class Watch:
         self._enter_phase(name)
         try:
             yield
-        except PeerLost:
-            raise
         except RuntimeError as error:
-            if not is_collective_error(error):
+            if isinstance(error, PeerLost) or not is_collective_error(error):
                 raise
             # The source of the raw error is of no use to the user; the log has it.
             raise PeerLost(self._explain()) from error
@@ -104,11 +103,16 @@ class Watch:
 
         Raises PeerLost at the timeout, naming who did not come, or as soon as a peer is known to be lost.
         """
-        if self._store.check(["lost"]):  # arriving now, we would open it to ourselves
-            raise PeerLost(self._ending(self._store))
-        self._barriers += 1
         outer = self._phase
+        self._barriers += 1
         self._enter_phase(name)
+        with self._store_may_be_gone():
+            self._wait_for_all(name)
+        self._enter_phase(outer)
+
+    def _wait_for_all(self, name: str) -> None:
+        if self._store.check(["lost"]):  # arriving now, we would open the barrier to ourselves
+            raise PeerLost(self._ending(self._store))
         done = f"barrier/{self._barriers}/done"
         if self._store.add(f"barrier/{self._barriers}", 1) == self._world_size:
             self._store.set(done, "1")
@@ -123,14 +127,18 @@ class Watch:
                 raise PeerLost(self._announce(self._store, self._describe_missing(name)))
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.02 + 1e-4 * self._world_size)
-        self._enter_phase(outer)
 
     def _enter_phase(self, name: str) -> None:
         self._phase = name
-        self._tell_phase()
+        with self._store_may_be_gone():
+            self._store.set(_phase_key(self._rank), json.dumps([self._barriers, self._phase]))
 
-    def _tell_phase(self) -> None:
-        self._store.set(_phase_key(self._rank), json.dumps([self._barriers, self._phase]))
+    @contextlib.contextmanager
+    def _store_may_be_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise PeerLost(f"rank {self._rank} ends in {self._phase}: {STORE_GONE}") from error
 
     def _forget_barrier(self, number: int) -> None:
         # Everybody has arrived at the next one, so nobody looks at this one any more.
@@ -210,7 +218,7 @@ class Watch:
                     if time.monotonic() - heard_at < self._silence_s:
                         continue
                     reason = self._announce(store, self._describe_dead(store, [neighbour]))
-            except dist.DistError:
+            except RuntimeError:  # whatever the store raises: a watch that dies unseen watches nobody
                 reason = f"rank {self._rank} ends in {self._phase}: {STORE_GONE}"
             # The main thread may be about to end for the same reason, with a traceback and a clean exit: let it.
             if not self._closing.wait(4 * self._beat_s):

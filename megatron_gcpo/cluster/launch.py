@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from megatron_gcpo.config.records import ClusterConfig
 
 PREFIX = "MEGATRON_GCPO_"
+LINGER_S = 5.0
+"""More than two signs of life of deadline.Watch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +194,9 @@ def run_worker(main: Callable[[], int | None]) -> int:
         return 128 + signal.SIGINT
     except Exception as error:
         _report(env, failure.describe(error), error)
+        if env.rank == 0 and env.log_dir is None and not env.store_is_hosted:
+            # The store in which the other ranks read why the run ends lives as long as this process.
+            time.sleep(LINGER_S)
         return 1
 
 

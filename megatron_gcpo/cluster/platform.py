@@ -111,8 +111,8 @@ def _silence() -> None:
     """Megatron-Core and its bridge explain at length, tensor by tensor, what they set up and which kernels are missing."""
     warnings.filterwarnings("ignore", module=r"megatron\.(core|bridge)\b")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    for name in ("megatron", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    importlib.import_module("transformers").utils.logging.set_verbosity_error()  # the bridge uses its old names
     for name in ("megatron.bridge.utils.import_utils", "megatron.bridge.utils.fusions"):  # these set their own level
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 from collections.abc import Iterator
 
 from megatron_gcpo.cluster.grid import num_replicas, validate
+from megatron_gcpo.config import megatron_names
 from megatron_gcpo.config.records import Config, SourceConfig
 
 
 def check(config: Config) -> list[str]:
     """Every problem of a configuration, one readable line each; empty when it is sound."""
-    return [*_model(config), *_cluster(config), *_sources(config), *_batches(config), *_evaluation(config)]
+    parts = (_run, _model, _cluster, _sources, _batches, _train, _evaluation, _observe)
+    return [problem for part in parts for problem in part(config)]
+
+
+def _run(config: Config) -> Iterator[str]:
+    try:
+        config.run.output_dir.format(name="", seed=0)
+    except (KeyError, IndexError, ValueError):
+        yield f"run.output_dir {config.run.output_dir!r} may hold {{name}} and {{seed}}, and no other braces"
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -63,9 +74,42 @@ def _batches(config: Config) -> Iterator[str]:
         )
 
 
+def _train(config: Config) -> Iterator[str]:
+    train = config.train
+    for section, options, source in (
+        ("optimizer", train.optimizer, megatron_names.OPTIMIZER),
+        ("scheduler", train.scheduler, megatron_names.SCHEDULER),
+        ("ddp", train.ddp, megatron_names.DDP),
+    ):
+        known = megatron_names.option_names(*source)
+        for name in sorted(options.keys() - known) if known else []:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
+            yield f"train.{section}.{name} is not an option of Megatron's {source[1]}: did you mean {near[0]}?"
+    rate, warmup = train.optimizer.get("lr"), train.scheduler.get("lr_warmup_steps", 0)
+    if not isinstance(rate, int | float):
+        found = "missing" if rate is None else repr(rate)
+        yield f"train.optimizer.lr is {found}: set the learning rate, e.g. 1.0e-6"
+    updates = config.total_updates
+    if not isinstance(warmup, int):
+        yield f"train.scheduler.lr_warmup_steps is {warmup!r}: set a number of optimizer updates"
+    elif "lr_decay_steps" not in train.scheduler and warmup >= updates:
+        yield (
+            f"train.scheduler.lr_warmup_steps {warmup} is not below the run's {updates} optimizer updates: lower it, or "
+            "raise run.steps"
+        )
+
+
 def _evaluation(config: Config) -> Iterator[str]:
     settings = config.evaluate
     if too_large := [k for k in settings.ks if k > settings.samples]:
         yield f"evaluate.ks {too_large} need as many evaluate.samples: raise it from {settings.samples} to {max(too_large)}"
     if config.data.heldout is None and settings.every:
         yield "evaluate.every asks for evaluations, but there is no data.heldout: set it, or evaluate.every=0"
+
+
+def _observe(config: Config) -> Iterator[str]:
+    for package in ("wandb", "mlflow"):
+        if getattr(config.observe, package) is not None and importlib.util.find_spec(package) is None:
+            yield f"observe.{package} needs the package {package}: pip install {package}, or leave observe.{package} out"
+    if unknown := sorted(set(config.observe.mlflow or {}) - {"tracking_uri", "experiment"}):
+        yield f"observe.mlflow knows tracking_uri and experiment, not {', '.join(unknown)}"

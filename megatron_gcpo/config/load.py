@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
@@ -30,8 +30,9 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     pieces = [item for item in overrides if "/" in item and "=" not in item]
     dotted = [item for item in overrides if item not in pieces]
-    merged = OmegaConf.merge(_read(Path(recipe), pieces), _overrides(dotted))
+    path = Path(recipe)
     try:
+        merged = OmegaConf.merge(_read(path, pieces), _overrides(dotted))
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{recipe}: {_first_line(error)}") from None
@@ -52,21 +53,32 @@ def validate(values: dict[Any, Any], origin: str) -> Config:
     return config
 
 
-def _read(path: Path, replacements: Sequence[str] = ()) -> DictConfig:
+def _read(path: Path, replacements: Sequence[str] = (), inside: tuple[Path, ...] = ()) -> DictConfig:
+    """A file merged over the pieces of its ``defaults``; ``inside``: the files that led to it."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a recipe file in it")
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise ValueError(f"there is no recipe {path}{_nearest(str(path), siblings)}")
+    if path in inside:
+        raise ValueError(f"{path} is among its own defaults: {' -> '.join(map(str, (*inside, path)))}")
     own = _read_yaml(path)
-    replaced = {name.split("/")[0] for name in replacements}
-    kept = [str(name) for name in own.pop("defaults", []) if str(name).split("/")[0] not in replaced]
+    defaults = own.pop("defaults", None)
+    if not isinstance(defaults, ListConfig | None):
+        raise ValueError(f"{path}: defaults must be a list of pieces, e.g. [model/tiny_qwen3, method/gcpo]")
     merged = OmegaConf.create()
-    for name in (*kept, *replacements):
-        merged = OmegaConf.merge(merged, _read(_find_piece(name, path)))
+    for name in _replace([str(name) for name in defaults or ()], replacements):
+        merged = OmegaConf.merge(merged, _read(_find_piece(name, path), inside=(*inside, path)))
     result = OmegaConf.merge(merged, own)
     assert isinstance(result, DictConfig)
     return result
+
+
+def _replace(defaults: Sequence[str], replacements: Sequence[str]) -> list[str]:
+    """The defaults with each replacement in the place of the piece from its folder, the others at the end."""
+    by_folder = {name.split("/")[0]: name for name in replacements}
+    names = [by_folder.get(name.split("/")[0], name) for name in defaults]
+    return [*names, *(name for name in by_folder.values() if name not in names)]
 
 
 def _read_yaml(path: Path) -> DictConfig:
@@ -74,6 +86,8 @@ def _read_yaml(path: Path) -> DictConfig:
         content = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {_first_line(error)}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     if not isinstance(content, DictConfig):
         raise ValueError(f"{path} must hold a mapping of sections")
     return content
@@ -90,6 +104,8 @@ def _find_piece(name: str, recipe: Path) -> Path:
 
 def _overrides(overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
+        if item.startswith("="):
+            raise ValueError(f"override {item!r} has no name before '=': write section.field=value (run.steps=10)")
         if "=" not in item:
             raise ValueError(
                 f"override {item!r} has no '=': write section.field=value (run.steps=10) or a piece (method/grpo)"
@@ -109,6 +125,8 @@ def _explain(error: Any) -> str:
         return f"{where} is not a field{_nearest(str(error['loc'][-1]), known, prefix)}"
     if error["type"] == "missing":
         return f"{where} is missing: set it"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{where} must be a section with fields of its own (got {error['input']!r})"
     return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]} (got {error['input']!r})"
 
 

@@ -205,3 +205,8 @@ class Config(Record):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.run.steps * (self.train.mini_batches if self.run.stage == "rl" else 1)

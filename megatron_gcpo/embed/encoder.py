@@ -70,6 +70,10 @@ class Encoder:
             self._cache.popitem(last=False)
         return torch.stack([entries[key].row_D for key in keys]) if keys else torch.zeros(0, self.dim)
 
+    def forget(self) -> None:
+        """Empty the cache; counts stay."""
+        self._cache.clear()
+
     def _reset_counts(self) -> None:
         self._distinct = self._encoded = self._hits = self._truncated = 0
 

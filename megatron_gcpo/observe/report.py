@@ -31,8 +31,10 @@ class StepReport:
 
 def step_metrics(report: StepReport, topology: Topology) -> dict[str, float]:
     """All metrics of a step on rank 0, an empty dict elsewhere. Leaders exchange numbers, never text."""
-    tally = report.experience.tally if report.experience else Tally()
+    tally = Tally()
     tally.add_all(report.pushed or {}, prefix="push/")
+    if report.experience is not None:
+        tally = tally.merge([report.experience.tally])
     gathered = topology.gather_objects_from_leaders((tally, report.num_tokens))
     if gathered is None:
         return {}

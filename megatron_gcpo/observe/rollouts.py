@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_gcpo.embed.encoder import content_hash
 from megatron_gcpo.types import Credit, Group, Verdicts
 
 SCHEMA = pa.schema(
@@ -53,11 +53,11 @@ def write_rollouts(
     rows = [
         {
             "step": step,
-            "prompt_id": group.prompt.id,
+            "prompt_id": _storable(group.prompt.id),
             "sample": i,
-            "prompt": group.prompt.text,
-            "answer": group.prompt.answer,
-            "text": rollout.text,
+            "prompt": _storable(group.prompt.text),
+            "answer": _storable(group.prompt.answer),
+            "text": _storable(rollout.text),
             "token_ids": rollout.token_ids,
             "logprobs": rollout.logprobs,
             "finish_reason": rollout.finish_reason,
@@ -66,7 +66,7 @@ def write_rollouts(
             "credit": float(credit.credits_G[i]),
             "advantage": float(credit.advantages_G[i]),
             "trained": kept,
-            "embedding_hash": None if texts[i] is None else content_hash(str(texts[i])),
+            "embedding_hash": None if (embedded := texts[i]) is None else content_hash(embedded),
             "policy_version": rollout.policy_version,
         }
         for group, verdict, credit, kept, texts in zip(groups, verdicts, credits, trained, span_texts, strict=True)
@@ -80,5 +80,13 @@ def write_rollouts(
     return path
 
 
-def content_hash(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+def _storable(text: str) -> str:
+    """Halves of torn characters, which UTF-8 has no bytes for, become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def drop_rollouts_after(folder: Path, resume_step: int) -> None:
+    """Remove the files of steps that will run again, maybe with other replicas, so that each is there once."""
+    for path in folder.glob("step_*_replica_*.*"):
+        if int(path.name.split("_")[1]) > resume_step:
+            path.unlink(missing_ok=True)

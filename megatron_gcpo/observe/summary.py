@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 FILE = "summary.json"
+CONTENTS = ("metrics.jsonl", "rollouts/", "checkpoints/", "tensorboard/", "config.yaml")
+"""What a run may leave in its folder for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +50,16 @@ class Summary:
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """The summary of a run that was finished; None when there is none."""
+    """The summary of a run that was finished; None when there is none. Raises ValueError when it cannot be read."""
     path = folder / FILE
-    return Summary(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return Summary(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no summary of this version ({error}): remove it to go on from the checkpoints"
+        ) from None
 
 
 def print_summary(summary: Summary, title: str, folder: Path, console: Console) -> None:
@@ -75,6 +84,5 @@ def print_summary(summary: Summary, title: str, folder: Path, console: Console) 
         console.print(
             f"[yellow]{summary.skipped_updates} updates were skipped: loss or gradient was not finite[/yellow]"
         )
-    console.print(
-        f"saved in {folder}: metrics.jsonl, rollouts/, checkpoints/, tensorboard/, config.yaml", highlight=False
-    )
+    saved = [name for name in CONTENTS if (folder / name.rstrip("/")).exists()]
+    console.print(f"saved in {folder}: {', '.join(saved)}", highlight=False, soft_wrap=True)

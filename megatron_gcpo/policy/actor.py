@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import TrainConfig
-from megatron_gcpo.policy import options, pack, scale
+from megatron_gcpo.policy import adam, options, pack, scale
 from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.policy.scorer import Scorer, last_of
 from megatron_gcpo.reshard.gather import export_hf
@@ -154,7 +154,9 @@ def _optimizer(policy: Policy, train: TrainConfig) -> Any:
         use_distributed_optimizer=ddp.use_distributed_optimizer,
         overlap_param_gather=ddp.overlap_param_gather,
     )
-    return get_megatron_optimizer(config, policy.chunks)
+    optimizer = get_megatron_optimizer(config, policy.chunks)
+    adam.fill(optimizer)
+    return optimizer
 
 
 def _scheduler(optimizer: Any, train: TrainConfig, total_updates: int) -> OptimizerParamScheduler:

@@ -19,7 +19,7 @@ from megatron_gcpo.cluster.platform import Platform
 from megatron_gcpo.config.records import ClusterConfig, ModelConfig
 from megatron_gcpo.policy import options
 from megatron_gcpo.policy.model import Policy
-from megatron_gcpo.policy.provider import make_provider, read_hf_config
+from megatron_gcpo.policy.provider import make_provider, read_causal_lm
 from megatron_gcpo.policy.weights import initialize
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def build(
     Raises ValueError when the architecture is unknown, a size does not divide, an option does not exist, or
     model.start_from cannot be started from.
     """
-    hf_config = read_hf_config(model)
+    hf_config = read_causal_lm(model)
     bridge, provider = make_provider(model, cluster, platform, hf_config)
     # Dropout draws from Megatron's own streams: equal or distinct over tensor-parallel ranks as each place needs.
     model_parallel_cuda_manual_seed(seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import queue
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_gcpo.cluster.topology import Topology
+from megatron_gcpo.policy import adam
 from megatron_gcpo.policy import manifest as manifests
 from megatron_gcpo.policy.actor import Actor
 from megatron_gcpo.policy.weights import SHARDING, model_state, put_weights
@@ -73,7 +76,7 @@ def load(path: str | Path, actor: Actor) -> dict[str, Any]:
     state = _state(actor, loading=True, random_states=same_layout)
     loaded = dist_checkpointing.load(state, str(path))
     put_weights(actor.policy, loaded)
-    actor.optimizer.load_state_dict(loaded["optimizer"])
+    adam.load(actor.optimizer, loaded["optimizer"])
     actor.scheduler.load_state_dict(loaded["scheduler"])
     actor.num_updates, actor.num_skipped = loaded["counts"]
     if same_layout:
@@ -129,6 +132,9 @@ def _prepare(partial: Path, run_dir: str | Path) -> None:
 
 def _write(partial: Path, state: dict[str, Any], topology: Topology) -> str | None:
     """What went wrong on any rank, the same on all; None: written."""
+    # Each file is written by this process itself, so its result needs no queue that a process of its own would serve;
+    # and a new one holds nothing of a save that failed.
+    filesystem_async._results_queue = queue.Queue()
     try:
         dist_checkpointing.save(state, str(partial))
         own = None

@@ -13,7 +13,7 @@ from megatron_gcpo.cluster.grid import expert_tensor_parallel_size, rank_grid, r
 from megatron_gcpo.cluster.platform import Platform
 from megatron_gcpo.config.records import ClusterConfig, ModelConfig
 from megatron_gcpo.policy.build import prints_to_log
-from megatron_gcpo.policy.provider import make_provider, read_hf_config
+from megatron_gcpo.policy.provider import make_provider, read_causal_lm
 
 
 def count_parameters(model: ModelConfig, cluster: ClusterConfig, platform: Platform) -> list[int]:
@@ -25,7 +25,7 @@ def count_parameters(model: ModelConfig, cluster: ClusterConfig, platform: Platf
     Raises ValueError for a model or a layout that ``build`` would refuse.
     """
     validate(cluster)
-    _, provider = make_provider(model, cluster, platform, read_hf_config(model))
+    _, provider = make_provider(model, cluster, platform, read_causal_lm(model))
     one = _smallest(cluster)
     counts: dict[int, int] = {}
     for place in rank_grid(one):

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_gcpo.cluster.grid import expert_tensor_parallel_size
 from megatron_gcpo.cluster.platform import Platform, import_megatron_bridge
 from megatron_gcpo.config.records import ClusterConfig, ModelConfig
 from megatron_gcpo.policy import options
+from megatron_gcpo.policy.hf_config import check_layout, read_hf_config
 from megatron_gcpo.policy.norm import local_block_spec
 
 RESERVED = {
@@ -54,26 +55,11 @@ CPU_SETTINGS: dict[str, Any] = {
 """Every fused kernel off, layers of Megatron-Core alone; softmax in fp32 as the Hugging Face models have it."""
 
 
-def read_hf_config(model: ModelConfig) -> PretrainedConfig:
-    """The Hugging Face config of model.path or model.hf_config, naming its causal-LM class.
-
-    Raises ValueError when it cannot be read or no causal language model has its model_type.
-    """
-    if model.path is not None:
-        try:
-            config = AutoConfig.from_pretrained(model.path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"model.path {model.path}: no Hugging Face config can be read there ({error})") from error
-    else:
-        assert model.hf_config is not None, "got neither model.path nor model.hf_config, expected one"
-        values = dict(model.hf_config)
-        model_type = values.pop("model_type", None)
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise ValueError(f"model.hf_config.model_type {model_type!r} is no causal language model of transformers")
-        try:
-            config = AutoConfig.for_model(model_type, **values)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"model.hf_config is not a valid {model_type} config: {error}") from error
+def read_causal_lm(model: ModelConfig) -> PretrainedConfig:
+    """``read_hf_config``, naming its causal-LM class. Raises ValueError also when its model_type has none."""
+    config = read_hf_config(model)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{config.model_type!r} is no causal language model of transformers: choose another model")
     if not config.architectures:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return config
@@ -136,35 +122,3 @@ def make_provider(
         setattr(provider, name, value)
     provider.finalize()
     return bridge, provider
-
-
-def check_layout(hf_config: PretrainedConfig, cluster: ClusterConfig) -> None:
-    """Raises ValueError when the model cannot be cut this way, naming the sizes that work."""
-    tp, pp = cluster.tensor_model_parallel_size, cluster.pipeline_model_parallel_size
-    stages = pp * (cluster.virtual_pipeline_model_parallel_size or 1)
-    heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
-    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    shared = [n for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
-    if tp not in shared:
-        raise ValueError(
-            f"cluster.tensor_model_parallel_size {tp} does not divide the model's {heads} attention heads and "
-            f"{kv_heads} key-value heads: use one of {shared}"
-        )
-    if layers % stages:
-        works = [n for n in range(1, layers + 1) if layers % n == 0]
-        raise ValueError(
-            f"{layers} layers cannot be cut into {stages} equal stages (cluster.pipeline_model_parallel_size x "
-            f"virtual_pipeline_model_parallel_size): their product must be one of {works}"
-        )
-    experts, ep = getattr(hf_config, "num_experts", None) or 0, cluster.expert_model_parallel_size
-    if ep > 1 and (not experts or experts % ep):
-        works = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
-        raise ValueError(
-            f"cluster.expert_model_parallel_size {ep} does not divide the model's {experts} experts: use one of {works}"
-        )
-    if experts and tp > 1 and not cluster.sequence_parallel:
-        raise ValueError(
-            "a mixture of experts with cluster.tensor_model_parallel_size above 1 needs cluster.sequence_parallel=true"
-        )
-    if cluster.context_parallel_size > 1:
-        raise ValueError("cluster.context_parallel_size above 1 is not supported by the trainer yet: set it to 1")

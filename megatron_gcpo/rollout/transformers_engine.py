@@ -23,6 +23,8 @@ COMPACT_BELOW = 0.85
 """Share of unfinished rows below which the finished ones are dropped. Copying the cache costs about one token."""
 SCORE_LOGITS = 1 << 26
 """Logits held at once while scoring (256 MB in float32)."""
+SCORE_CHUNK_TOKENS = 64
+"""A large vocabulary takes fewer rows at once rather than fewer tokens of each: every pass reads all the weights."""
 
 
 class TransformersEngine:
@@ -183,7 +185,7 @@ class TransformersEngine:
             pad_bias = self._bias(padding_PT[:, None, None, :])
             future_TT = slots_T[:width] > slots_T[:width, None]
             hidden_PTT = future_TT | padding_PT[:, None, :width]
-            # a padding token sees itself, or its softmax over nothing would put NaN into the cache
+            # a padding token sees itself: some attention kernels answer a softmax over nothing with NaN
             hidden_PTT = hidden_PTT & ~torch.eye(width, dtype=torch.bool, device=self._device)
             mask = self._bias(hidden_PTT[:, None])
         cache = self._new_cache(width + max_new, pad_bias)
@@ -221,8 +223,9 @@ class TransformersEngine:
             check_fits(len(prompt), len(completion), self.max_positions, f"sequence {n}")
         order = sorted(range(len(sequences)), key=lambda n: len(sequences[n][0]) + len(sequences[n][1]))
         scores: dict[int, np.ndarray] = {}
-        for start in range(0, len(order), self._max_batch_rows):
-            batch = order[start : start + self._max_batch_rows]
+        num_rows = min(self._max_batch_rows, max(1, SCORE_LOGITS // (SCORE_CHUNK_TOKENS * self._config.vocab_size)))
+        for start in range(0, len(order), num_rows):
+            batch = order[start : start + num_rows]
             rows = [[*sequences[n][0], *sequences[n][1]] for n in batch]
             logprobs_NT = torch.cat(list(self._row_logprobs(rows, temperature)), dim=1).cpu().numpy()
             for n, row, logprobs_T in zip(batch, rows, logprobs_NT, strict=True):

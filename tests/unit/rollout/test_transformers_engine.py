@@ -117,7 +117,8 @@ def test_scoring_in_chunks_changes_nothing(qwen3, monkeypatch):
     _, engine = qwen3
     sequences = [((5, 9, 3), (4, 4, 9, 30, 2)), ((8,), (7, 7)), ((3, 3), ())]
     whole = engine.score(sequences)
-    monkeypatch.setattr(transformers_engine, "SCORE_LOGITS", 3 * 60 * 2)
+    monkeypatch.setattr(transformers_engine, "SCORE_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(transformers_engine, "SCORE_LOGITS", 2 * 60)  # two rows at once, one token of each
     for a, b in zip(whole, engine.score(sequences), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     assert [len(a) for a in whole] == [5, 2, 0]

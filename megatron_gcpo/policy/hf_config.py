@@ -1,0 +1,80 @@
+"""The Hugging Face config of the policy, and whether it can be cut as the cluster asks: known without Megatron-Core."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from megatron_gcpo.config.records import ClusterConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def complete_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    """A model that starts from a config takes the vocabulary and the end of sequence from its tokenizer."""
+    if model.hf_config is None:
+        return model
+    known = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
+    return model.model_copy(update={"hf_config": {**known, **model.hf_config}})
+
+
+def read_hf_config(model: ModelConfig) -> PretrainedConfig:
+    """The Hugging Face config of model.path or model.hf_config. Raises ValueError when it cannot be read."""
+    if model.path is not None:
+        try:
+            return AutoConfig.from_pretrained(model.path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model.path {model.path}: no Hugging Face config can be read there ({error})") from error
+    assert model.hf_config is not None, "got neither model.path nor model.hf_config, expected one"
+    values = dict(model.hf_config)
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, n=1, cutoff=0.0)
+        raise ValueError(
+            f"model.hf_config.model_type {model_type!r} is no model of transformers: did you mean {near[0]}?"
+        )
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model.hf_config is not a valid {model_type} config: {error}") from error
+
+
+def check_layout(hf_config: PretrainedConfig, cluster: ClusterConfig) -> None:
+    """Raises ValueError when the model cannot be cut this way, naming the sizes that work."""
+    tp, pp = cluster.tensor_model_parallel_size, cluster.pipeline_model_parallel_size
+    stages = pp * (cluster.virtual_pipeline_model_parallel_size or 1)
+    heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    shared = [n for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
+    if tp not in shared:
+        raise ValueError(
+            f"cluster.tensor_model_parallel_size {tp} does not divide the model's {heads} attention heads and "
+            f"{kv_heads} key-value heads: use one of {shared}"
+        )
+    if layers % stages:
+        works = [n for n in range(1, layers + 1) if layers % n == 0]
+        raise ValueError(
+            f"{layers} layers cannot be cut into {stages} equal stages (cluster.pipeline_model_parallel_size x "
+            f"virtual_pipeline_model_parallel_size): their product must be one of {works}"
+        )
+    experts, ep = getattr(hf_config, "num_experts", None) or 0, cluster.expert_model_parallel_size
+    if ep > 1 and (not experts or experts % ep):
+        works = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
+        raise ValueError(
+            f"cluster.expert_model_parallel_size {ep} does not divide the model's {experts} experts: use one of {works}"
+        )
+    if experts and tp > 1 and not cluster.sequence_parallel:
+        raise ValueError(
+            "a mixture of experts with cluster.tensor_model_parallel_size above 1 needs cluster.sequence_parallel=true"
+        )
+    if cluster.context_parallel_size > 1:
+        raise ValueError("cluster.context_parallel_size above 1 is not supported by the trainer yet: set it to 1")

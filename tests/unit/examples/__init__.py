@@ -1,0 +1,1 @@
+"""The single-file example against the package."""
