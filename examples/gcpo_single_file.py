@@ -71,7 +71,7 @@ METHODS = ("split", "round", "count", "write", "move")
 
 def verify(a: int, b: int, text: str) -> float:
     """1 if the final answer is right. How it was reached is nobody's business."""
-    found = re.search(r"answer ((?:\d ?)+)$", text)
+    found = re.search(r"\banswer ((?:\d ?)+)$", text.rstrip(" ."))
     return float(found is not None and int(found[1].replace(" ", "")) == a + b)
 
 
@@ -162,9 +162,17 @@ class Words:
 def make_policy(num_words: int) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, head_dim=32)
     return Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=num_words + 2, num_key_value_heads=2, max_position_embeddings=128, **shape)
+        Qwen3Config(
+            vocab_size=num_words + 2,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=128,
+        )
     )
 
 
@@ -231,14 +239,15 @@ def main() -> None:
     def evaluate(when: str) -> None:
         texts = [words.decode(c) for c in sample(model, [words.encode(prompt(*p)) for p in heldout for _ in range(8)])]
         right = [verify(*heldout[i // 8], t) for i, t in enumerate(texts)]
-        kinds = [len({t.split()[0] for t, r in zip(texts[i : i + 8], right[i : i + 8], strict=True) if r}) for i in range(0, len(texts), 8)]
-        print(f"{when}: pass@1 {sum(right) / len(right):.3f}, distinct correct methods in 8 samples {sum(kinds) / 64:.2f}")
+        solved = [t.split()[0] if r else None for t, r in zip(texts, right, strict=True)]
+        kinds = [len(set(solved[i : i + 8]) - {None}) for i in range(0, len(solved), 8)]
+        print(f"{when}: pass@1 {sum(right) / len(right):.3f}, distinct correct methods of 8: {sum(kinds) / 64:.2f}")
 
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
     for step in range(args.warm_steps):
         batch = [(rng.choice(seen), rng.choice(METHODS)) for _ in range(128)]
         rate = 2e-3 * min(1.0, (step + 1) / 50) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / args.warm_steps)))
-        demonstrations = [words.encode(solve(*p, m)) + [EOS] for p, m in batch]
+        demonstrations = [[*words.encode(solve(*p, m)), EOS] for p, m in batch]
         # With advantage 1 and ratio 1 the policy gradient is the gradient of the log-likelihood.
         update(model, optimizer, [words.encode(prompt(*p)) for p, _ in batch], demonstrations, torch.ones(128), rate)
     evaluate("after the warm start")

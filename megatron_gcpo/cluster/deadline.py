@@ -73,7 +73,7 @@ class Watch:
         """After a success all ranks leave together, since rank 0 may be hosting the store; after a failure at once."""
         try:
             if error is None:
-                self.barrier("end")
+                self.barrier("finish")
                 with self._store_may_be_gone():
                     self._leave_last_if_hosting()
             elif isinstance(error, Exception) and not isinstance(error, PeerLost):

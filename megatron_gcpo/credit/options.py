@@ -14,7 +14,7 @@ MAX_C = 1e8
 
 Value = Literal["logdet", "det"]
 RewardMap = Literal["sqrt", "identity", "binary"]
-Normalize = Literal["std", "mean", "none"]
+Normalize = Literal["std", "split", "mean", "none"]
 CHOICES = {"value": get_args(Value), "reward_map": get_args(RewardMap), "normalize": get_args(Normalize)}
 
 
@@ -33,11 +33,14 @@ class CreditOptions:
     reward_map: RewardMap = "sqrt"
     """w(r): sqrt(r), so that c r_i is the squared length of rollout i;  r;  or 1 for every non-zero reward."""
     normalize: Normalize = "std"
-    """std: (credit - mean) / (population std + floor).  mean: credit - mean.  none: credit."""
+    """std: (credit - mean) / (population std + floor).  split: accuracy and cooperation apart, each on its own scale
+    (``advantage.split_advantages``).  mean: credit - mean.  none: credit."""
     floor: float | None = None
     """Added to the std so that a team of near-identical answers is not blown up into noise; None: 0.05 log(1 + c)."""
     credit_mix: float = 0.0
-    """Share of the plain reward in what is normalized; 0: pure cooperation."""
+    """Share of the plain reward in what is normalized; 0: pure cooperation. Not for split, which has its own."""
+    cooperation: float = 1.0
+    """split only: weight of the redistribution among correct rollouts; 0: GRPO."""
     exact_limit: int = 20
     """Most non-null rollouts whose 2^K coalitions are enumerated; beyond it permutations are sampled (logdet only)."""
     num_permutations: int = 512
@@ -64,6 +67,12 @@ class CreditOptions:
             _is_number(self.credit_mix) and 0 <= self.credit_mix <= 1, "credit_mix", self.credit_mix, "within [0, 1]"
         )
         _require(
+            _is_number(self.cooperation) and self.cooperation >= 0,
+            "cooperation",
+            self.cooperation,
+            "a finite number of at least 0",
+        )
+        _require(
             _is_integer(self.exact_limit) and 0 <= self.exact_limit <= MAX_EXACT_LIMIT,
             "exact_limit",
             self.exact_limit,
@@ -76,6 +85,11 @@ class CreditOptions:
             "an even integer of at least 4 (permutations come with their reverses, an error needs two pairs)",
         )
         _require(_is_integer(self.seed) and self.seed >= 0, "seed", self.seed, "an integer of at least 0")
+
+    @property
+    def lone_value(self) -> float:
+        """Value of one rollout with reward 1 alone: the unit of the game."""
+        return math.log1p(self.c) if self.value == "logdet" else self.c
 
     @property
     def std_floor(self) -> float:

@@ -37,11 +37,13 @@ class GcpoOptions(MethodOptions):
     reward_map: RewardMap = CreditOptions.reward_map
     """Weight of a reward: sqrt | identity | binary."""
     normalize: Normalize = CreditOptions.normalize
-    """Advantages from credits: std | mean | none."""
+    """Advantages from credits: std | split | mean | none."""
     floor: float | None = CreditOptions.floor
     """Added to the std; None: 0.05 log(1 + c)."""
     credit_mix: float = CreditOptions.credit_mix
     """Share of the plain reward in the credit; 0: pure cooperation."""
+    cooperation: float = CreditOptions.cooperation
+    """split only: weight of what is redistributed among correct rollouts."""
     exact_limit: int = Field(default=CreditOptions.exact_limit, ge=0, le=MAX_EXACT_LIMIT)
     """Most rewarded rollouts whose coalitions are enumerated; beyond it permutations are sampled."""
     num_permutations: int = CreditOptions.num_permutations

@@ -48,7 +48,8 @@ def step_metrics(report: StepReport, topology: Topology) -> dict[str, float]:
 
 def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     tally = Tally()
-    for update in updates:
+    # A part of the step whose groups were all filtered out computes no token; its zeros are no measurements.
+    for update in [u for u in updates if u.useful_token_share] or updates:
         tally.add_all(
             {
                 "loss": update.loss,

@@ -79,7 +79,8 @@ def print_summary(summary: Summary, title: str, folder: Path, console: Console) 
         if phase != "total" and value > 0
     ]
     if total:
-        console.print(f"time of {summary.step} steps: {total:.0f} s = {', '.join(shares)}", highlight=False)
+        text = f"time of {summary.step} steps: {total:.0f} s = {', '.join(shares)}"
+        console.print(text, highlight=False, soft_wrap=True)
     if summary.skipped_updates:
         console.print(
             f"[yellow]{summary.skipped_updates} updates were skipped: loss or gradient was not finite[/yellow]"

@@ -123,7 +123,7 @@ def test_a_silent_rank_ends_one_that_hangs_where_no_exception_reaches(store):
             hang(watch)
 
     # Freed from its hang it goes on to the last barrier, which is closed.
-    with pytest.raises(PeerLost, match="rank 0 ends in update: rank 1"):
+    with pytest.raises(PeerLost, match="rank 0 ends in finish: rank 1"):
         rank0()
     assert ended == ["rank 1 (last in generate) died or was killed; noticed by rank 0 in update"]
 

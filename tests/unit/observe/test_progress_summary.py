@@ -121,3 +121,13 @@ def test_updates_of_a_step_are_averaged_and_skipped_ones_counted() -> None:
         "train/entropy": 1.0,
         "train/skipped_updates": 1.0,
     }
+
+
+def test_an_update_without_tokens_is_no_measurement_unless_there_is_no_other() -> None:
+    """Its groups were all filtered out: 0 entropy and loss were not measured and must not pull the mean down."""
+    real = UpdateStats(loss=1.0, grad_norm=2.0, skipped=False, learning_rate=0.1, metrics={"entropy": 0.5})
+    empty = UpdateStats(
+        loss=0.0, grad_norm=0.0, skipped=False, learning_rate=0.1, metrics={"entropy": 0.0}, useful_token_share=0.0
+    )
+    assert _update_metrics([real, empty]) == _update_metrics([real])
+    assert _update_metrics([empty, empty])["train/loss"] == 0.0
