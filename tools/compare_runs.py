@@ -62,7 +62,10 @@ def _table(finished: dict[str, list[Summary]], seeds: Sequence[int]) -> Table:
     for name in SHOWN:
         cells = []
         before = [s.before[name] for runs in finished.values() for s in runs if s.before and name in s.before]
-        for values in (before, *([s.after[name] for s in runs if s.after and name in s.after] for runs in finished.values())):
+        for values in (
+            before,
+            *([s.after[name] for s in runs if s.after and name in s.after] for runs in finished.values()),
+        ):
             cells.append(_spread(values))
         table.add_row(name, *cells)
     return table

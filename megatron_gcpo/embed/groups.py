@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 
 from megatron_gcpo.embed.encoder import Encoder
-from megatron_gcpo.embed.span import embedded_span
+from megatron_gcpo.embed.span import Span, embedded_span
 from megatron_gcpo.types import Group
 
 
@@ -18,7 +17,7 @@ def embed_groups(
     groups: Sequence[Group],
     rewards: Sequence[np.ndarray | torch.Tensor],
     *,
-    span: Literal["completion", "reasoning"],
+    span: Span,
 ) -> list[torch.Tensor | None]:
     """Per group [G, D] float32 unit rows, zero rows where a rollout has no reward; None where fewer than two have one.
 

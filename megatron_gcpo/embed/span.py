@@ -24,16 +24,22 @@ _ANSWER_NUMBER = re.compile(r"(?:^|(?<=\s))answer[\s:=]+[\d\s()+*/=.,-]*$", re.I
 _HASHES = re.compile(r"(?:^|\n)[ \t]*####[^\n]*\s*$")
 _ANSWER_TAG = re.compile(r"<answer>(?:(?!</?answer>).)*(?:</answer>)?\s*$", re.IGNORECASE | re.DOTALL)
 _EMPTY_MATH = re.compile(r"\$\$[ \t]*\$\$|\\\[[ \t]*\\\]|\\\([ \t]*\\\)|\$[ \t]*\$")
+_NUMBER = re.compile(r"\d+(?:[ .,]\d+)*")
+"""Also one that is spelt digit by digit, or with separators."""
 _TAG = re.compile(r"<[^<>\s]{1,30}>")
 
 
-def embedded_span(text: str, span: Literal["completion", "reasoning"]) -> str:
+type Span = Literal["completion", "reasoning", "wording"]
+
+
+def embedded_span(text: str, span: Span) -> str:
     """The text to embed of a completion; never blank unless the completion is.
 
     ``completion`` is all of it. ``reasoning`` is all of it, thinking included, less the final answer in the forms it
     usually has at the end: the last \\boxed{...} with a sentence that only announced it, "The answer is ...",
     "Final answer: ...", "#### ...", <answer>...</answer>, and the closing "answer 7 2" of the packaged tasks. A
-    completion that is nothing but an answer is embedded whole.
+    completion that is nothing but an answer is embedded whole. ``wording`` is the reasoning with every number replaced
+    by one mark: how it was solved, without the numbers of this problem.
     """
     if span == "completion":
         return text
@@ -43,7 +49,9 @@ def embedded_span(text: str, span: Literal["completion", "reasoning"]) -> str:
         if found is not None:
             reasoning = reasoning[: found.start()]
     reasoning = reasoning.strip()
-    return reasoning if re.search(r"\w", _TAG.sub("", reasoning)) else text
+    if not re.search(r"\w", _TAG.sub("", reasoning)):
+        reasoning = text
+    return _NUMBER.sub("#", reasoning) if span == "wording" else reasoning
 
 
 def _without_last_box(text: str) -> str:

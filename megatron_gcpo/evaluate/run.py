@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from megatron_gcpo.embed.encoder import Encoder
 from megatron_gcpo.embed.groups import embed_groups
+from megatron_gcpo.embed.span import Span
 from megatron_gcpo.evaluate.diversity import effective_rank, vendi_score
 from megatron_gcpo.evaluate.passk import miss_probability
 from megatron_gcpo.evaluate.report import EvalReport, PromptEval, summarize_evals
@@ -43,7 +44,7 @@ def evaluate(
     run_seed: int,
     step: int = 0,
     encoder: Encoder | None = None,
-    span: Literal["completion", "reasoning"] = "reasoning",
+    span: Span = "reasoning",
     labeller: Labeller | None = None,
 ) -> EvalReport:
     """Sample, verify, embed and summarise; see ``summarize_evals`` for the metrics.
@@ -78,7 +79,7 @@ def measure(
     verdicts: Sequence[Verdicts],
     *,
     encoder: Encoder | None = None,
-    span: Literal["completion", "reasoning"] = "reasoning",
+    span: Span = "reasoning",
     labeller: Labeller | None = None,
 ) -> list[PromptEval]:
     """One record per group. Only correct samples are embedded, and only where at least two are."""

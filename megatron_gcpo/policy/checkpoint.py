@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.policy import adam
@@ -74,7 +75,7 @@ def load(path: str | Path, actor: Actor) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path} was trained with model.dtype={manifest.dtype}: set that to resume it")
     same_layout = manifest.layout == manifests.layout(actor.topology, actor.policy)
     state = _state(actor, loading=True, random_states=same_layout)
-    loaded = dist_checkpointing.load(state, str(path))
+    loaded: Any = dist_checkpointing.load(state, str(path))
     put_weights(actor.policy, loaded)
     adam.load(actor.optimizer, loaded["optimizer"])
     actor.scheduler.load_state_dict(loaded["scheduler"])
@@ -106,17 +107,19 @@ def _state(actor: Actor, *, loading: bool, random_states: bool = True) -> dict[s
 
 def _random_states() -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state()
+    tracker: Any = get_cuda_rng_tracker()
     return {
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "megatron": dict(get_cuda_rng_tracker().get_states()),
+        "megatron": dict(tracker.get_states()),
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
         "python": random.getstate(),
     }
 
 
 def _set_random_states(states: Mapping[str, Any]) -> None:
-    get_cuda_rng_tracker().set_states(dict(states["megatron"]))
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(dict(states["megatron"]))
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["torch"])
     kind, keys, *rest = states["numpy"]
@@ -138,7 +141,7 @@ def _write(partial: Path, state: dict[str, Any], topology: Topology) -> str | No
     try:
         dist_checkpointing.save(state, str(partial))
         own = None
-    except (OSError, RuntimeError, dist.checkpoint.CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException) as error:
         own = _reason(error)
     reasons: list[str | None] = [None] * topology.world_size
     dist.all_gather_object(reasons, own, group=topology.world_cpu_pg)
@@ -166,7 +169,7 @@ def _on_rank_zero(topology: Topology, action: Any, purpose: str) -> str | None:
 
 def _lack_of_space(topology: Topology, state: dict[str, Any], partial: Path) -> str | None:
     """Refuse before writing what the disk cannot hold."""
-    own = sum(t.data.nbytes for t in _own_tensors(state))
+    own = sum(_own_sizes(state))
     needed = torch.tensor([own], dtype=torch.int64)
     dist.all_reduce(needed, group=topology.world_cpu_pg)
     free = topology.broadcast_object_to_all(manifests.free_bytes(partial) if topology.rank == 0 else None)
@@ -178,11 +181,11 @@ def _lack_of_space(topology: Topology, state: dict[str, Any], partial: Path) -> 
     )
 
 
-def _own_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """What this rank writes, not counting what optimizer factories cut anew (the same bytes)."""
+def _own_sizes(state: dict[str, Any]) -> Iterator[int]:
+    """Bytes of each tensor that this rank writes, not counting what optimizer factories cut anew (the same bytes)."""
     for value in nested_values(state):
         if isinstance(value, ShardedTensor) and value.data is not None and is_main_replica(value.replica_id):
-            yield value
+            yield value.data.nbytes
 
 
 def _reason(error: BaseException) -> str:

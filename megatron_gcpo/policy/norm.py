@@ -6,9 +6,10 @@ Hugging Face models that generate the rollouts, so that both sides round alike i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -40,7 +41,7 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
         raise ValueError(
             f"a model with {config.normalization} needs Transformer Engine (CUDA): without it only RMSNorm models train"
         )
-    layer = get_gpt_layer_local_spec(
+    layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
@@ -49,7 +50,7 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     submodules = layer.submodules
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
-        attention: ModuleSpec = submodules.self_attention
+        attention = submodules.self_attention
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -29,10 +29,9 @@ def checked(
         if name in reserved:
             raise ValueError(f"{section}.{name} is decided by {reserved[name]}: set that instead")
         if name not in valid:
-            near = difflib.get_close_matches(name, sorted(valid - reserved.keys()), n=1, cutoff=0.0)
-            raise ValueError(
-                f"{section}.{name} is not an option of Megatron's {target.__name__}: did you mean {near[0]}?"
-            )
+            choices = {choice.lower(): choice for choice in sorted(valid - reserved.keys())}
+            near = choices[difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.0)[0]]
+            raise ValueError(f"{section}.{name} is not an option of Megatron's {target.__name__}: did you mean {near}?")
         options[name] = DTYPES.get(value, value) if name.endswith("_dtype") and isinstance(value, str) else value
     return options
 

@@ -80,7 +80,7 @@ def make_provider(
         )
     megatron_bridge = import_megatron_bridge(platform)
     if not megatron_bridge.AutoBridge.supports(hf_config):
-        raise ValueError(f"megatron-bridge has no {hf_config.architectures[0]}: choose another model")
+        raise ValueError(f"megatron-bridge has no {hf_config.model_type} model: choose another model")
     if model.path is None:
         bridge = megatron_bridge.AutoBridge.from_hf_config(hf_config)
     else:

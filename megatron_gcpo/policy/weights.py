@@ -49,7 +49,8 @@ def load_weights(path: str | Path, policy: Policy) -> int:
     found = manifests.resolve(path)
     manifest = manifests.read(found)
     manifests.check_model(manifest, policy.hf_config, found)
-    put_weights(policy, dist_checkpointing.load(model_state(policy), str(found)))
+    loaded: Any = dist_checkpointing.load(model_state(policy), str(found))
+    put_weights(policy, loaded)
     return manifest.step
 
 
