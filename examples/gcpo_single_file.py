@@ -121,6 +121,15 @@ def grpo_advantages(rewards_G: Tensor) -> Tensor:
     return (rewards_G - rewards_G.mean()) / (rewards_G.std(unbiased=False) + 1e-4)
 
 
+def split_advantages(embeddings_GD: Tensor, rewards_G: Tensor, c: float = 10.0, cooperation: float = 1.0) -> Tensor:
+    """The form the quick start trains with. Shared by accuracy alone, answer i would get r_i * sum(phi) / sum(r); what it
+    really gets differs by delta_i, above 0 for being different, below 0 for being redundant. The first part, normalized, is
+    GRPO's advantage; the second is added in units of one lone correct answer, so that it never drowns the first."""
+    phi_G, rewards_G = shapley_values(embeddings_GD, rewards_G, c), rewards_G.double()
+    delta_G = phi_G - rewards_G * phi_G.sum() / rewards_G.sum().clamp(min=1e-12)
+    return grpo_advantages(rewards_G) + cooperation * delta_G / math.log1p(c)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # 3. The loss: PPO's clipped surrogate, averaged over the tokens of the whole batch.
 
@@ -272,7 +281,7 @@ def main() -> None:
             spans = [re.sub(r" ?\. answer [\d ]+$", "", t) or "nothing" for t in texts]  # how it was solved, not what
             vectors = encoder.encode(spans, convert_to_tensor=True, normalize_embeddings=True)
             vectors = vectors.view(args.prompts, args.group, -1)
-            advantages = torch.cat([gcpo_advantages(e, r) for e, r in zip(vectors, rewards, strict=True)])
+            advantages = torch.cat([split_advantages(e, r) for e, r in zip(vectors, rewards, strict=True)])
         update(model, optimizer, prompts, completions, advantages, 2e-4 * min(1.0, (step + 1) / 5))
         if (step + 1) % 20 == 0:
             evaluate(f"after {step + 1} steps of {args.method}")

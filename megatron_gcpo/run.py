@@ -27,6 +27,7 @@ from megatron_gcpo.reshard.check import default_gap_limit
 from megatron_gcpo.reshard.verified import verified_push
 from megatron_gcpo.rollout import RolloutEngine, Sampling
 from megatron_gcpo.rollout.transformers_engine import TransformersEngine
+from megatron_gcpo.seeds import seed_libraries
 from megatron_gcpo.types import TokenBatch, TokenStats
 from megatron_gcpo.verify.pool import VerifierPool
 
@@ -139,6 +140,7 @@ class Run:
 
 def assemble(config: Config, topology: Topology, watch: Watch, folder: Path) -> Run:
     """Build every part; collective over all ranks. The cheap parts come first, so that their errors come early."""
+    seed_libraries(config.run.seed)
     method, options = resolve(config.method)
     tokenizer = load_tokenizer(config.model, config.data.train)
     model = complete_model(config.model, tokenizer)

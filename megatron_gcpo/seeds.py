@@ -15,6 +15,7 @@ Among n seeds the chance of any collision is about n^2 / 2^64: 5e-8 for a millio
 from __future__ import annotations
 
 import hashlib
+import random
 
 import numpy as np
 
@@ -56,3 +57,12 @@ def permutation(size: int, seed: int) -> np.ndarray:
 def unit(seed: int) -> float:
     """The number in [0, 1) that a derived seed stands for: one uniform draw without a generator."""
     return (seed >> (SEED_BITS - 53)) / 2**53
+
+
+def seed_libraries(run_seed: int) -> None:
+    """Seed the global generators of Python and numpy: nothing of ours draws from them, other libraries may.
+
+    torch's belong to Megatron, which seeds them by rank.
+    """
+    random.seed(derive_seed(run_seed, "libraries.python"))
+    np.random.seed(derive_seed(run_seed, "libraries.numpy") % 2**32)

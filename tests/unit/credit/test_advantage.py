@@ -99,3 +99,57 @@ def test_tensor_in_tensor_out():
     advantages_G = gcpo_advantages(None, torch.tensor([1.0, 0.0]), normalize="mean")
     assert advantages_G.tolist() == pytest.approx([math.log(11) / 2, -math.log(11) / 2])
     assert advantages_G.dtype == torch.float64
+
+
+def split(embeddings_GD, rewards_G, **options):
+    return gcpo_advantages(embeddings_GD, rewards_G, normalize="split", **options)
+
+
+def grpo(rewards_G):
+    return (rewards_G - rewards_G.mean()) / (rewards_G.std() + 1e-4)
+
+
+@pytest.mark.parametrize("cooperation", [0.0, 1.0, 3.0])
+def test_split_of_a_lone_right_answer_or_of_none_is_grpo(cooperation):
+    """A lone correct rollout has the whole value of the team, which is also its share by accuracy: delta = 0."""
+    embeddings_GD = random_team(np.random.default_rng(3), 5)[0]
+    for rewards_G in (np.array([0.0, 0, 1, 0, 0]), np.zeros(5)):
+        np.testing.assert_allclose(split(embeddings_GD, rewards_G, cooperation=cooperation), grpo(rewards_G), rtol=1e-12)
+
+
+def test_split_without_cooperation_is_grpo_and_is_linear_in_it():
+    embeddings_GD, rewards_G = random_team(np.random.default_rng(4), 7)
+    base_G = split(embeddings_GD, rewards_G, cooperation=0.0)
+    np.testing.assert_allclose(base_G, grpo(rewards_G), rtol=1e-12)
+    once_G, twice_G = (split(embeddings_GD, rewards_G, cooperation=w) - base_G for w in (1.0, 2.0))
+    np.testing.assert_allclose(twice_G, 2 * once_G, rtol=1e-12)
+
+
+def test_split_redistributes_among_right_answers_only():
+    """m copies of one direction and one orthogonal answer, all right: phi = log(1 + mc) / m each and log(1 + c)."""
+    m, c = 5, 10.0
+    embeddings_GD, rewards_G = np.eye(2)[[0] * m + [1, 1]], np.array([1.0] * (m + 1) + [0])
+    redistributed_G = split(embeddings_GD, rewards_G, c=c) - grpo(rewards_G)
+    copy, unique = math.log1p(m * c) / m, math.log1p(c)
+    mean = (m * copy + unique) / (m + 1)
+    expected_G = np.array([copy - mean] * m + [unique - mean, 0.0]) / math.log1p(c)
+    np.testing.assert_allclose(redistributed_G, expected_G, atol=1e-12)
+    assert redistributed_G.sum() == pytest.approx(0, abs=1e-12)
+
+
+def test_split_keeps_a_large_right_cluster_above_wrong_answers_by_more_than_std_does():
+    """Six copies, one different, one wrong: under std the copies fall to the side of the wrong one, under split not."""
+    embeddings_GD, rewards_G = np.eye(2)[[0] * 6 + [1, 1]], np.array([1.0] * 7 + [0])
+    assert gcpo_advantages(embeddings_GD, rewards_G)[0] < 0 < split(embeddings_GD, rewards_G)[0]
+
+
+@pytest.mark.parametrize("value", ["logdet", "det"])
+def test_split_measures_in_values_of_one_right_answer(value):
+    embeddings_GD = np.eye(3)
+    np.testing.assert_allclose(split(embeddings_GD, np.ones(3), value=value), 0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cooperation", [-1.0, math.inf, math.nan, "1"])
+def test_cooperation_must_be_a_number_of_at_least_zero(cooperation):
+    with pytest.raises(ValueError, match="cooperation"):
+        gcpo_advantages(None, np.array([1.0, 0.0]), cooperation=cooperation)

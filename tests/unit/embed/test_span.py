@@ -64,3 +64,16 @@ def test_solutions_of_the_packaged_tasks_lose_their_answer_and_nothing_else(name
 def test_hostile_texts_are_read_in_linear_time(text):
     """With patterns run over the whole text these take minutes, not milliseconds, and the suite would time out."""
     assert embedded_span(text, "reasoning").strip() or not text.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("split : 2 0 + 4 0 = 6 0 and 7 + 5 = 1 2 . answer 7 2", "split : # + # = # and # + # = # ."),
+        ("3.5 and 1,000 apples.\nThe answer is 4.", "# and # apples."),
+        ("\\boxed{12}", "\\boxed{#}"),
+        ("no number at all", "no number at all"),
+    ],
+)
+def test_wording_is_the_reasoning_without_its_numbers(text, expected):
+    assert embedded_span(text, "wording") == expected

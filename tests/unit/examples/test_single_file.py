@@ -187,3 +187,12 @@ def test_the_default_floor_is_the_package_s() -> None:
     expected = (phi - 2 * phi / 3) / (spread + 0.05 * math.log1p(10))
     assert float(example.gcpo_advantages(embeddings_GD, rewards_G)[0]) == pytest.approx(expected)
     assert float(gcpo_advantages(embeddings_GD, rewards_G)[0]) == pytest.approx(expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(**GROUPS, cooperation=st.sampled_from([0.0, 1.0, 2.5]))
+def test_split_advantages(rewards: list[float], seed: int, spread: float, cooperation: float) -> None:
+    embeddings_GD, rewards_G = embeddings(len(rewards), seed, spread), torch.tensor(rewards)
+    expected_G = example.split_advantages(embeddings_GD, rewards_G, 10.0, cooperation)
+    got_G = gcpo_advantages(embeddings_GD, rewards_G, normalize="split", cooperation=cooperation)
+    torch.testing.assert_close(torch.as_tensor(got_G), expected_G, rtol=1e-9, atol=1e-9)
