@@ -7,8 +7,9 @@ answers share one payment, which keeps the policy from collapsing onto a single 
 
 Our reconstruction, since formulas and code are not public: the volume is log det(I + L) of the kernel L_ij = c
 sqrt(r_i r_j) e_i.e_j; the average marginal contribution is the Shapley value; the advantage is (phi - mean phi) /
-(population std phi + 0.05 log(1 + c)); every choice is an option below. The token loss is ours too: PPO's clipped
-surrogate with a mean over all tokens, and groups without signal are dropped.
+(population std phi + 0.05 log(1 + c)); every choice is an option below. ``normalize: split`` (credit.advantage) keeps the
+accuracy of GRPO where the plain form loses some, and is what configs/method/gcpo.yaml trains with. The token loss is ours
+too: PPO's clipped surrogate with a mean over all tokens, and groups without signal are dropped.
 """
 
 from __future__ import annotations
