@@ -230,7 +230,7 @@ def update(model, optimizer, prompts, completions, advantages, learning_rate, ol
 def main() -> None:
     parser = argparse.ArgumentParser(description="GCPO and GRPO on two-digit addition, in one file.")
     parser.add_argument("--method", choices=("gcpo", "grpo"), default="gcpo")
-    parser.add_argument("--warm-steps", type=int, default=400)
+    parser.add_argument("--warm-steps", type=int, default=380)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
@@ -255,7 +255,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
     for step in range(args.warm_steps):
         batch = [(rng.choice(seen), rng.choice(METHODS)) for _ in range(128)]
-        rate = 2e-3 * min(1.0, (step + 1) / 50) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / args.warm_steps)))
+        rate = 2e-3 * min(1.0, (step + 1) / 50)  # not annealed: it stops in the middle of learning, as a base model does
         demonstrations = [[*words.encode(solve(*p, m)), EOS] for p, m in batch]
         # With advantage 1 and ratio 1 the policy gradient is the gradient of the log-likelihood.
         update(model, optimizer, [words.encode(prompt(*p)) for p, _ in batch], demonstrations, torch.ones(128), rate)
@@ -279,7 +279,10 @@ def main() -> None:
             advantages = torch.cat([grpo_advantages(r) for r in rewards])
         else:
             spans = [re.sub(r" ?\. answer [\d ]+$", "", t) or "nothing" for t in texts]  # how it was solved, not what
-            vectors = encoder.encode(spans, convert_to_tensor=True, normalize_embeddings=True)
+            vectors, right = torch.zeros(len(spans), 384), rewards.view(-1) > 0  # wrong answers need no embedding
+            if right.any():
+                found = [span for span, is_right in zip(spans, right, strict=True) if is_right]
+                vectors[right] = encoder.encode(found, convert_to_tensor=True, normalize_embeddings=True)
             vectors = vectors.view(args.prompts, args.group, -1)
             advantages = torch.cat([split_advantages(e, r) for e, r in zip(vectors, rewards, strict=True)])
         update(model, optimizer, prompts, completions, advantages, 2e-4 * min(1.0, (step + 1) / 5))

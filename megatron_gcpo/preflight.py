@@ -22,8 +22,11 @@ from megatron_gcpo.rollout.engine import check_fits
 from megatron_gcpo.verify.table import create
 
 
-def preflight(config: Config, folder: Path) -> None:
+def preflight(config: Config, folder: Path, *, starts_now: bool = True) -> None:
     """Find the mistakes that need no process: method, verifier, tokenizer, layout, data, lengths, what is in ``folder``.
+
+    Args:
+        starts_now: False for a look ahead, when the run that ``model.start_from`` names may be still to come.
 
     Raises:
         ValueError: what is wrong and which field to change.
@@ -35,7 +38,7 @@ def preflight(config: Config, folder: Path) -> None:
     tokenizer = load_tokenizer(config.model, config.data.train)
     hf_config = read_hf_config(complete_model(config.model, tokenizer))
     check_layout(hf_config, config.cluster)
-    start = config.model.start_from
+    start = config.model.start_from if starts_now else None
     for path in filter(None, (checkpoint, manifest.resolve_start(start) if start else None)):
         manifest.check_model(manifest.read(path), hf_config, path)
     prompts = load_prompts(config.data.train, config.data, tokenizer)
@@ -86,7 +89,7 @@ def _check_demonstrations(config: Config, prompts: PromptSet, tokenizer: Any, po
 
 def describe(config: Config, folder: Path, console: Console) -> None:
     """Print the resolved configuration, the rank grid, parameters per rank and the batch arithmetic."""
-    preflight(config, folder)
+    preflight(config, folder, starts_now=False)
     values = config.model_dump(mode="json", exclude_none=True)
     console.print(yaml.safe_dump(values, sort_keys=False), highlight=False, markup=False)
     console.print(_grid(config))

@@ -12,6 +12,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -74,8 +75,8 @@ def main() -> None:
                 reference.encode(texts, batch_size=args.batch_size, normalize_embeddings=True, show_progress_bar=False)
             )
 
-        sides = {"sentence-transformers encode": encode}
-        sides |= {f"this encoder {d}": lambda e=e, texts=texts: e.encode(texts) for d, e in encoders.items()}
+        sides: dict[str, Callable[[], torch.Tensor]] = {"sentence-transformers encode": encode}
+        sides |= {f"this encoder {dtype}": partial(encoder.encode, texts) for dtype, encoder in encoders.items()}
         seconds = best_seconds(sides, args.rounds, clock)
         expected = encode()
         base = seconds["sentence-transformers encode"]

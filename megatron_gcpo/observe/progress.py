@@ -11,8 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 LINES_PER_RUN = 10
 """Lines printed over a run where there is no terminal to draw a bar on."""
 
-SHOWN = {"reward/mean": "reward", "credit/team_value": "team", "train/entropy": "entropy", "time/total_s": "s/step"}
-"""The four numbers a person wants to see, by metric."""
+SHOWN = {
+    "reward/mean": "reward",
+    "train/nll": "loss",
+    "credit/team_value": "team",
+    "train/entropy": "entropy",
+    "time/total_s": "s/step",
+}
+"""The numbers a person wants to see, by metric; no stage has more than four of them."""
 
 
 class ProgressBar:

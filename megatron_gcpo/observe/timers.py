@@ -18,7 +18,7 @@ class Stopwatch:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._start = time.perf_counter()
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
