@@ -255,7 +255,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
     for step in range(args.warm_steps):
         batch = [(rng.choice(seen), rng.choice(METHODS)) for _ in range(128)]
-        rate = 2e-3 * min(1.0, (step + 1) / 50)  # not annealed: it stops in the middle of learning, as a base model does
+        rate = 2e-3 * min(
+            1.0, (step + 1) / 50
+        )  # not annealed: it stops in the middle of learning, as a base model does
         demonstrations = [[*words.encode(solve(*p, m)), EOS] for p, m in batch]
         # With advantage 1 and ratio 1 the policy gradient is the gradient of the log-likelihood.
         update(model, optimizer, [words.encode(prompt(*p)) for p, _ in batch], demonstrations, torch.ones(128), rate)
@@ -282,7 +284,7 @@ def main() -> None:
             vectors, right = torch.zeros(len(spans), 384), rewards.view(-1) > 0  # wrong answers need no embedding
             if right.any():
                 found = [span for span, is_right in zip(spans, right, strict=True) if is_right]
-                vectors[right] = encoder.encode(found, convert_to_tensor=True, normalize_embeddings=True)
+                vectors[right] = torch.from_numpy(encoder.encode(found, normalize_embeddings=True))
             vectors = vectors.view(args.prompts, args.group, -1)
             advantages = torch.cat([split_advantages(e, r) for e, r in zip(vectors, rewards, strict=True)])
         update(model, optimizer, prompts, completions, advantages, 2e-4 * min(1.0, (step + 1) / 5))

@@ -110,6 +110,7 @@ def import_megatron_bridge(platform: Platform) -> types.ModuleType:
 def _silence() -> None:
     """Megatron-Core and its bridge explain at length, tensor by tensor, what they set up and which kernels are missing."""
     warnings.filterwarnings("ignore", module=r"megatron\.(core|bridge)\b")
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint\b")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     importlib.import_module("transformers").utils.logging.set_verbosity_error()  # the bridge uses its old names

@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_gcpo.config.records import ClusterConfig, ModelConfig
 
