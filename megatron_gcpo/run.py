@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,4 +209,12 @@ def _leader(
 
 def _strategy_of(config: Config) -> Callable[[str], str | None] | None:
     source = config.data.train
-    return partial(make_task(source.name, source.options).strategy) if source.kind == "task" else None
+    if source.kind != "task":
+        return None
+    strategy = make_task(source.name, source.options).strategy
+
+    def label(text: str) -> str | None:
+        name = strategy(text)
+        return None if name == "none" else name
+
+    return label
