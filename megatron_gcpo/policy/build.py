@@ -20,6 +20,7 @@ from megatron_gcpo.config.records import ClusterConfig, ModelConfig
 from megatron_gcpo.policy import options
 from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.policy.provider import make_provider, read_causal_lm
+from megatron_gcpo.policy.rotary import make_rotary_exact
 from megatron_gcpo.policy.weights import initialize
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def build(
         platform=platform,
         vocab_size=hf_config.vocab_size,
     )
+    make_rotary_exact(policy)
     _say_padding(policy)
     with prints_to_log():
         initialize(policy, model, seed)
