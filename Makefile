@@ -21,9 +21,9 @@ $(READY): setup.py constraints.txt
 	@echo "[1/3] creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/3] installing pinned packages (constraints.txt)"
-	@$(PIP) install --progress-bar off -c constraints.txt -e '.[dev]' 2>&1 | tee $(VENV)/setup.log | $(SHOW_PACKAGES) || { echo "set-up failed; the whole output is in $(VENV)/setup.log"; exit 1; }
+	@$(PIP) install --no-compile --progress-bar off -c constraints.txt -e '.[dev]' 2>&1 | tee $(VENV)/setup.log | $(SHOW_PACKAGES) || { echo "set-up failed; the whole output is in $(VENV)/setup.log"; exit 1; }
 	@echo "[3/3] installing megatron-bridge without its own pins"
-	@$(PIP) install --progress-bar off --no-deps $$(grep '^megatron-bridge==' constraints.txt) >> $(VENV)/setup.log 2>&1 || { echo "set-up failed; the whole output is in $(VENV)/setup.log"; exit 1; }
+	@$(PIP) install --no-compile --progress-bar off --no-deps $$(grep '^megatron-bridge==' constraints.txt) >> $(VENV)/setup.log 2>&1 || { echo "set-up failed; the whole output is in $(VENV)/setup.log"; exit 1; }
 	@touch $@
 
 train: $(READY) ## warm-start a small policy, train it with GCPO on TP=2, print and save the result

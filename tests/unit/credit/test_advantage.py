@@ -114,7 +114,9 @@ def test_split_of_a_lone_right_answer_or_of_none_is_grpo(cooperation):
     """A lone correct rollout has the whole value of the team, which is also its share by accuracy: delta = 0."""
     embeddings_GD = random_team(np.random.default_rng(3), 5)[0]
     for rewards_G in (np.array([0.0, 0, 1, 0, 0]), np.zeros(5)):
-        np.testing.assert_allclose(split(embeddings_GD, rewards_G, cooperation=cooperation), grpo(rewards_G), rtol=1e-12)
+        np.testing.assert_allclose(
+            split(embeddings_GD, rewards_G, cooperation=cooperation), grpo(rewards_G), rtol=1e-12
+        )
 
 
 def test_split_without_cooperation_is_grpo_and_is_linear_in_it():
