@@ -83,7 +83,7 @@ def test_bad_masks(masks_CG, message):
         ({"reward_mapp": "sqrt"}, "did you mean 'reward_map'"),
         ({"value": "volume"}, "value = 'volume' is not usable: set it to one of logdet, det"),
         ({"reward_map": "cube"}, "sqrt, identity, binary"),
-        ({"normalize": True}, "std, mean, none"),
+        ({"normalize": True}, "std, split, mean, none"),
         ({"c": 0}, "c = 0 is not usable"),
         ({"c": float("nan")}, "c = nan"),
         ({"c": 1e12}, "float64 loses"),

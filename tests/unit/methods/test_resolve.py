@@ -46,7 +46,7 @@ def test_gcpo_options_are_the_credit_options():
     _, options = resolve({"name": "gcpo"})
     assert options.credit_options() == CreditOptions()
     changed = {"value": "det", "c": 2.0, "reward_map": "binary", "normalize": "mean", "floor": 0.1, "credit_mix": 0.5}
-    changed |= {"exact_limit": 12, "num_permutations": 64, "seed": 9}
+    changed |= {"exact_limit": 12, "num_permutations": 64, "seed": 9, "cooperation": 2.0}
     assert set(changed) == set(CREDIT_FIELDS)
     _, options = resolve({"name": "gcpo", **changed})
     assert options.credit_options() == CreditOptions(**changed)
