@@ -55,7 +55,7 @@ def _one_line(summary: Summary) -> str:
 
 
 def _table(finished: dict[str, list[Summary]], seeds: Sequence[int]) -> Table:
-    table = Table(title=f"held-out problems, mean (lowest - highest) over {len(seeds)} seeds", title_justify="left")
+    table = Table(title=f"held-out problems, mean ± standard deviation over {len(seeds)} seeds", title_justify="left")
     table.add_column("")
     for column in ("before", *finished):
         table.add_column(column, justify="right")
@@ -74,7 +74,8 @@ def _table(finished: dict[str, list[Summary]], seeds: Sequence[int]) -> Table:
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return "-"
-    return f"{statistics.fmean(values):.3f} ({min(values):.3f} - {max(values):.3f})"
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.fmean(values):.3f} ± {spread:.3f}"
 
 
 def _arguments() -> argparse.Namespace:

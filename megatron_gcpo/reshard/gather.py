@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -25,22 +25,3 @@ def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
         if name.endswith(VOCABULARY_TENSORS):
             tensor = tensor[: policy.vocab_size]
         yield name, tensor.detach()
-
-
-def buckets(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive tensors in lists of at most ``bucket_bytes`` (a larger tensor has a list of its own).
-
-    Tensors are copied, so that a bucket stays valid while the next ones are gathered.
-    """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor.clone()))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
