@@ -48,8 +48,13 @@ class Rollout:
     """The decoded completion without special tokens."""
     finish_reason: str
     """"stop" (a stop token was drawn) or "length" (max_new_tokens reached)."""
-    policy_version: int
-    """Number of weight pushes the engine had received when it produced the tokens."""
+    versions_T: np.ndarray
+    """[T] int32 policy version (number of weight pushes, one per step) that drew each token; non-decreasing."""
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that had a part in it."""
+        return int(self.versions_T.min(initial=np.iinfo(np.int32).max))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,8 +92,57 @@ class DataConfig(Record):
     """What to do with a row that cannot be read or is too long; skipped rows are counted and reported."""
 
 
+class VllmConfig(Record):
+    """The vLLM engines: in the leader's process, beside it, or behind URLs."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Of each replica of the engine; above 1 vLLM starts worker processes beside the trainer's."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence in tokens; default: data.max_prompt_tokens + rollout.max_new_tokens."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """KV cache of each worker; default: 0.0625 on a CPU, what gpu_memory_utilization leaves on CUDA."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Share of a GPU's memory for the engine; a colocated one gives it back while it sleeps."""
+    sleep_level: Literal[0, 1, 2] = 2
+    """Colocated on CUDA, while training. 0: stays awake; 1: weights move to the CPU; 2: weights are dropped, the next push
+    brings them back."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further vLLM engine arguments, verbatim."""
+    urls: tuple[str, ...] = ()
+    """engine vllm_server: base URLs of the replicas, at least one for each data-parallel replica of the trainer."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """A server that has not answered by then counts as stalled; its requests go to another replica."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a server may take to become healthy."""
+    max_retries: int = Field(default=2, ge=0)
+    """Times a request is issued again, with the same seed, before the step fails."""
+
+
+class PushConfig(Record):
+    """How trained weights reach the engine."""
+
+    mode: Literal["auto", "full", "sharded"] = "auto"
+    """full: whole Hugging Face tensors; sharded: each worker receives only what its own parameters need; auto: sharded where
+    the engine says what it needs, else full."""
+    transport: Literal["auto", "direct", "shm", "gloo", "nccl", "ipc", "file"] = "auto"
+    """How bytes travel; auto: the fastest that reaches the workers."""
+    bucket_bytes: PositiveInt = 512 << 20
+    """Bytes in flight at once; a push holds at most two buckets above the model."""
+    fingerprint: bool = True
+    """Compare integer checksums of every tensor on both sides before the engine may serve a push."""
+
+
 class RolloutConfig(Record):
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm", "vllm_server"] = "transformers"
+    """transformers: embedded; vllm: in the leader's process, or beside it; vllm_server: replicas behind rollout.vllm.urls."""
+    vllm: VllmConfig = VllmConfig()
+    push: PushConfig = PushConfig()
+    quantization: Literal["none", "fp8", "int8"] = "none"
+    """Of the engine's weights and matrix products; the trainer stays in its own precision."""
+    max_policy_lag: int = Field(default=0, ge=0)
+    """Steps by which the policy that draws tokens may be older than the one that learns from them; 0: synchronous."""
+    router_replay: bool = False
+    """MoE: the trainer routes each token to the experts the engine routed it to (R3)."""
     prompts_per_step: PositiveInt = 16
     """Over all replicas."""
     group_size: int = Field(default=8, ge=2)
@@ -103,6 +152,8 @@ class RolloutConfig(Record):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     """0: all tokens."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """0: off."""
     max_batch_rows: PositiveInt = 256
     """Sequences decoded at once by one engine."""
     dtype: Literal["fp32", "bf16"] | None = None
@@ -160,6 +211,17 @@ class TrainConfig(Record):
     """Demonstrations per step of stage sft, over all replicas."""
 
 
+class CorrectionConfig(Record):
+    """What to do about the gap between the policy that drew the tokens and the one that learns (loss.correction)."""
+
+    kind: Literal["auto", "none", "token_tis", "sequence_tis", "masked", "geometric"] = "auto"
+    """auto: token_tis when rollout.max_policy_lag is above 0 or the rollouts are quantized, else none."""
+    low: float | None = Field(default=None, gt=0)
+    """Smallest ratio let through; default: the correction's own."""
+    high: float | None = Field(default=None, gt=0)
+    """Largest ratio let through; default: the correction's own."""
+
+
 class CheckpointConfig(Record):
     every: PositiveInt = 50
     """Steps between checkpoints; the last step always writes one."""
@@ -202,6 +264,7 @@ class Config(Record):
     method: dict[str, Any] = Field(default_factory=lambda: {"name": "gcpo"})
     """name, and the options of that method (its own record in methods/<name>.py)."""
     train: TrainConfig = TrainConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,16 +22,18 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The distribution tokens are drawn from: softmax(logits / temperature), cut to top_k, then to top_p, renormalised.
+    """The distribution tokens are drawn from: softmax(logits / temperature), cut by min_p, top_k, top_p, renormalised.
 
     ``logprobs`` of a Sample are under this very distribution. A trainer that evaluates softmax(logits / temperature)
-    over the whole vocabulary can only reproduce them with ``top_k = 0`` and ``top_p = 1``.
+    over the whole vocabulary can only reproduce them without a cut: ``min_p = 0``, ``top_k = 0`` and ``top_p = 1``.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """0: all tokens; 1: greedy decoding."""
+    min_p: float = 0.0
+    """Tokens less likely than min_p times the likeliest are left out."""
     stop_token_ids: tuple[int, ...] = ()
     """Drawing one of these ends the completion; it is kept as the last token. Every other id, padding included, is an
     ordinary token: leaving one out would make the engine's distribution differ from the trainer's."""
@@ -43,6 +45,8 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}; set rollout.top_p in (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; set rollout.top_k to 0 (all tokens) or more")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p is {self.min_p}; set rollout.min_p in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +59,39 @@ class Sample:
     """[T] float32, natural log, of each token under the distribution it was drawn from."""
     finish_reason: str
     """"stop" or "length"."""
-    policy_version: int
-    """Of the weights that produced every token of it."""
+    versions_T: np.ndarray
+    """[T] int32 policy version of the weights that drew each token; more than one after an update in flight."""
+
+
+class WeightControl(Protocol):
+    """How a push reaches the workers that hold an engine's weights: in this process, in child processes, or over HTTP.
+
+    The workers run vLLM with our worker extension (rollout.vllm.worker). The four calls of vLLM's weight-transfer
+    protocol and ``rpc`` are the same whichever way they travel; every call raises ValueError when a worker fails, is gone
+    or does not answer in time.
+    """
+
+    @property
+    def num_workers(self) -> int:
+        """Workers in all, over the replicas of the engine and their tensor-parallel ranks."""
+        ...
+
+    @property
+    def same_host(self) -> bool:
+        """Whether shared memory and CUDA IPC reach them."""
+        ...
+
+    def rpc(self, method: str, arguments: Mapping[str, Any] | None = None) -> list[Any]:
+        """Run a method of the worker extension on every worker; one result per worker. JSON values in and out."""
+        ...
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None: ...
+
+    def finish_weight_update(self, version: int) -> None: ...
 
 
 class RolloutEngine(Protocol):
@@ -95,6 +130,23 @@ class RolloutEngine(Protocol):
         ``version`` becomes the policy version; None: one more than before. All or refuse: a missing, unknown, repeated
         or wrongly shaped tensor raises ValueError, and the engine then refuses to serve until a complete load.
         """
+        ...
+
+    @property
+    def control(self) -> WeightControl | None:
+        """The way to the workers that hold the weights; None: they are in this object, ``load_weights`` is the way."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """Serve the weights that were pushed through ``control`` as this version; forgets cached prefixes."""
+        ...
+
+    def pause(self) -> None:
+        """Stop drawing tokens; requests under way keep what they have. Returns when no token is being drawn."""
+        ...
+
+    def resume(self) -> None:
+        """Undo ``pause``: requests under way go on with the weights held now, their prefixes computed anew."""
         ...
 
     def refuse(self, reason: str) -> None:

@@ -61,7 +61,7 @@ def generate_groups(
             logprobs=sample.logprobs,
             text=decode(sample.token_ids.tolist()),
             finish_reason=sample.finish_reason,
-            policy_version=sample.policy_version,
+            versions_T=sample.versions_T,
         )
         for sample in samples
     ]

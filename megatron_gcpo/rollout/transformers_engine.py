@@ -163,7 +163,7 @@ class TransformersEngine:
                 token_ids=tokens_NT[n, :length].numpy().copy(),
                 logprobs=logprobs_NT[n, :length].numpy().copy(),
                 finish_reason="stop" if stopped[n] else "length",
-                policy_version=self._policy_version,
+                versions_T=np.full(length, self._policy_version, np.int32),
             )
             for n, length in enumerate(lengths)
         ]

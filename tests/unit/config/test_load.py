@@ -125,7 +125,7 @@ def test_records_are_frozen() -> None:
         ("train.optimizer.weight_dacay=1", "did you mean weight_decay?"),
         ("train.scheduler.lr_warmup_step=1", "OptimizerParamScheduler: did you mean lr_warmup_steps?"),
         ("train.ddp.overlap_grad_reduse=true", "DistributedDataParallelConfig: did you mean overlap_grad_reduce?"),
-        ("zzz=1", "zzz is not a field; known here: checkpoint, cluster, data,"),
+        ("zzz=1", "zzz is not a field; known here: checkpoint, cluster, correction, data,"),
     ],
 )
 def test_unknown_keys_name_the_nearest_valid_one(write, override: str, nearest: str) -> None:

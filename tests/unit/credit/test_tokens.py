@@ -29,7 +29,7 @@ def groups_of(lengths: list[tuple[int, list[int]]]) -> tuple[list[Group], list[C
                     logprobs=(-tokens / 7).astype(np.float32),
                     text="",
                     finish_reason="stop",
-                    policy_version=0,
+                    versions_T=np.zeros(len(tokens), np.int32),
                 )
             )
         prompt = tuple(next(counter) for _ in range(prompt_length))

@@ -27,7 +27,7 @@ def group(*texts):
             logprobs=np.zeros(1, np.float32),
             text=text,
             finish_reason="stop",
-            policy_version=1,
+            versions_T=np.ones(1, np.int32),
         )
         for text in texts
     )

@@ -36,7 +36,7 @@ class ScriptedEngine:
                     token_ids=token_ids,
                     logprobs=np.zeros(len(token_ids), np.float32),
                     finish_reason=reason,
-                    policy_version=1,
+                    versions_T=np.full(len(token_ids), 1, np.int32),
                 )
             )
         return samples

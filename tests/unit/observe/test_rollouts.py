@@ -23,7 +23,7 @@ def group(name: str, texts: list[str]) -> Group:
             logprobs=np.linspace(-1, -1e-7, len(text) + 1, dtype=np.float32),
             text=text,
             finish_reason="stop" if i else "length",
-            policy_version=3,
+            versions_T=np.full(len(text) + 1, 3, np.int32),
         )
         for i, text in enumerate(texts)
     ]

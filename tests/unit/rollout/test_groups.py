@@ -22,7 +22,7 @@ class EchoEngine:
                 token_ids=np.array([r.prompt_token_ids[0], r.seed % 1000]),
                 logprobs=np.zeros(2, np.float32),
                 finish_reason="length",
-                policy_version=3,
+                versions_T=np.full(2, 3, np.int32),
             )
             for r in requests
         ]

@@ -83,7 +83,7 @@ def test_a_failed_push_serves_nothing_until_a_complete_one(failure):
 
     engine.load_weights(checkpoint(old).items(), version=41)
     assert engine.policy_version == 41
-    assert engine.generate([REQUEST], Sampling())[0].policy_version == 41
+    assert engine.generate([REQUEST], Sampling())[0].versions_T.tolist()[0] == 41
     np.testing.assert_allclose(engine.score([SEQUENCE])[0], full_forward_logprobs(old, *SEQUENCE), atol=1e-5)
 
 

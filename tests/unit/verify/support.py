@@ -33,7 +33,7 @@ def group(texts: Sequence[str], *, answer: str = "", extras: Mapping[str, Any] |
             logprobs=np.zeros(1, np.float32),
             text=text,
             finish_reason="stop",
-            policy_version=0,
+            versions_T=np.zeros(1, np.int32),
         )
         for text in texts
     )
