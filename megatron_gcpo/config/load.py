@@ -8,7 +8,6 @@ of the recipe's piece from the same folder.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +19,7 @@ from yaml import YAMLError
 
 from megatron_gcpo.config.checks import check
 from megatron_gcpo.config.records import Config
+from megatron_gcpo.names import nearest
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -143,9 +143,9 @@ def _record_at(loc: Sequence[Any]) -> type[BaseModel] | None:
 
 
 def _nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
+    near = nearest(name, known)
+    if near is not None:
+        return f"; did you mean {prefix}{near}?"
     return f"; known here: {', '.join(sorted(known))}" if known else ""
 
 

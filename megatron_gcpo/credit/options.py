@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, get_args
+
+from megatron_gcpo.names import nearest
 
 MAX_EXACT_LIMIT = 24
 """Exact Shapley values need about 32 bytes x 2^K: 32 MiB at K = 20, 512 MiB at K = 24."""
@@ -104,9 +105,9 @@ def credit_options(options: Mapping[str, Any]) -> CreditOptions:
     """Keyword options as a checked record. Errors: ValueError naming the nearest valid option."""
     for name in options:
         if name not in CREDIT_FIELDS:
-            near = get_close_matches(name, CREDIT_FIELDS, n=1, cutoff=0)
+            near = nearest(name, CREDIT_FIELDS, cutoff=0.0)
             raise ValueError(
-                f"credit option {name!r} is unknown; did you mean {near[0]!r}? Valid: {', '.join(CREDIT_FIELDS)}"
+                f"credit option {name!r} is unknown; did you mean {near!r}? Valid: {', '.join(CREDIT_FIELDS)}"
             )
     return CreditOptions(**options)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_gcpo.data.records import BadRow, Item, Messages
+from megatron_gcpo.names import nearest
 
 if TYPE_CHECKING:
     from megatron_gcpo.config.records import SourceConfig
@@ -49,9 +49,8 @@ def missing_column(columns: list[str], field: str, column: str) -> str | None:
     """Why ``column`` cannot be found among the top-level names, with the nearest one; None when it can."""
     if column in columns or column.split(".")[0] in columns:
         return None
-    near = difflib.get_close_matches(column.lower(), [c.lower() for c in columns], n=1, cutoff=0.5)
-    nearest = [c for c in columns if near and c.lower() == near[0]]
-    hint = f"the nearest, {nearest[0]!r}" if nearest else f"one of {', '.join(columns[:20])}"
+    near = nearest(column, columns, cutoff=0.5)
+    hint = f"the nearest, {near!r}" if near is not None else f"one of {', '.join(columns[:20])}"
     return f"no column {column!r}: {f'set {field} to {hint}' if columns else 'the row is an empty object'}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import difflib
 import glob
 import importlib
 import json
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gcpo.data.columns import missing_column, read_row
 from megatron_gcpo.data.records import BadRow, Item
+from megatron_gcpo.names import nearest
 
 if TYPE_CHECKING:
     from megatron_gcpo.config.records import SourceConfig
@@ -102,10 +102,10 @@ def _files(source: SourceConfig, kind: str) -> list[tuple[Path, str]]:
         if path.exists():
             raise ValueError(f"{pattern} is not a regular file")
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, n=1)
-        nearest = f"; did you mean {path.parent / near[0]}?" if near else ""
+        near = nearest(path.name, siblings)
+        hint = f"; did you mean {path.parent / near}?" if near else ""
         missing = "" if path.parent.is_dir() else f" (nor a folder {path.parent})"
-        raise ValueError(f"there is no file {pattern}{missing}{nearest}: correct path")
+        raise ValueError(f"there is no file {pattern}{missing}{hint}: correct path")
     found = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
     if not found:
         raise ValueError(f"no file matches {pattern} (from {Path.cwd()}): correct path")

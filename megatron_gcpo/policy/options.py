@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from megatron_gcpo.names import nearest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,8 +30,7 @@ def checked(
         if name in reserved:
             raise ValueError(f"{section}.{name} is decided by {reserved[name]}: set that instead")
         if name not in valid:
-            choices = {choice.lower(): choice for choice in sorted(valid - reserved.keys())}
-            near = choices[difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.0)[0]]
+            near = nearest(name, valid - reserved.keys(), cutoff=0.0)
             raise ValueError(f"{section}.{name} is not an option of Megatron's {target.__name__}: did you mean {near}?")
         options[name] = DTYPES.get(value, value) if name.endswith("_dtype") and isinstance(value, str) else value
     return options

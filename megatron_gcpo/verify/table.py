@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
+from megatron_gcpo.names import did_you_mean
 from megatron_gcpo.verify.base import Verifier
 from megatron_gcpo.verify.start import load
 
@@ -58,7 +58,7 @@ def find(name: str, table: Mapping[str, Row] = VERIFIERS) -> Row:
     """
     if name not in table:
         raise ValueError(
-            f"verify.name: there is no verifier {name!r}: use one of {', '.join(table)}.{_near(name, table)}"
+            f"verify.name: there is no verifier {name!r}: use one of {', '.join(table)}.{did_you_mean(name, table)}"
         )
     row = table[name]
     if row.package is not None and importlib.util.find_spec(row.package) is None:
@@ -79,7 +79,9 @@ def create(name: str, options: Mapping[str, Any], table: Mapping[str, Row] = VER
     for key, value in options.items():
         if key not in known:
             takes = f"use one of {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"verify.options: verifier {name} has no option {key!r}: {takes}.{_near(key, known)}")
+            raise ValueError(
+                f"verify.options: verifier {name} has no option {key!r}: {takes}.{did_you_mean(key, known)}"
+            )
         if not _fits(value, known[key]):
             raise ValueError(f"verify.options.{key} is {value!r}, expected {known[key].type}")
     try:
@@ -93,8 +95,3 @@ def _fits(value: Any, field: Field[Any]) -> bool:
     allowed = {name.strip() for name in str(field.type).split("|")}
     given = type(value).__name__ if value is not None else "None"
     return given in allowed or (given == "int" and "float" in allowed)
-
-
-def _near(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {near[0]}?" if near else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,6 +10,7 @@ from megatron_gcpo.data.tasks.addition import Addition
 from megatron_gcpo.data.tasks.base import SPLITS, Demonstration, Problem, Task
 from megatron_gcpo.data.tasks.countdown import Countdown
 from megatron_gcpo.data.tasks.multiplication import Multiplication
+from megatron_gcpo.names import did_you_mean
 
 __all__ = ["SPLITS", "TASKS", "Demonstration", "Problem", "Task", "make_task", "task_class"]
 
@@ -21,9 +21,7 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Addition, Multiplic
 def task_class(name: str | None) -> type[Task]:
     """The task of this name; ValueError names the nearest one."""
     if name not in TASKS:
-        near = difflib.get_close_matches(str(name), TASKS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"there is no task {name!r}: use one of {', '.join(TASKS)}.{hint}")
+        raise ValueError(f"there is no task {name!r}: use one of {', '.join(TASKS)}.{did_you_mean(name, TASKS)}")
     return TASKS[name]
 
 
@@ -37,8 +35,7 @@ def make_task(name: str | None, options: Mapping[str, Any] | None = None) -> Tas
     known = {f.name: f for f in fields(cls)}
     for key, value in (options or {}).items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key, known)
             raise ValueError(f"task {cls.name} has no option {key!r}: use one of {', '.join(known)}.{hint}")
         # Options come from YAML: "64" for a number must not travel further.
         if "int" in str(known[key].type) and (isinstance(value, bool) or not isinstance(value, int | None)):
