@@ -70,6 +70,8 @@ class SourceConfig(Record):
     """reasoning_gym data set, or task: addition, multiplication, countdown."""
     split: str = "train"
     """hf split; for tasks: sft | train | heldout (disjoint problems)."""
+    layout: Literal["gsm8k", "math500", "aime", "amc", "minerva", "olympiad_bench", "arc", "gpqa", "mmlu_pro"] | None = None
+    """The columns of a well-known benchmark (data.benchmarks), in place of prompt_column and answer_column."""
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     id_column: str | None = None

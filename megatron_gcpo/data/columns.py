@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_gcpo.data.records import BadRow, Item, Messages
+from megatron_gcpo.data.benchmarks import LAYOUTS
+from megatron_gcpo.data.records import BadRow, Item, Messages, WrongRow
 from megatron_gcpo.names import nearest
 
 if TYPE_CHECKING:
     from megatron_gcpo.config.records import SourceConfig
 
 
-class _Wrong(Exception):
-    """Why a row is bad: kind and reason."""
-
-
 def read_row(row: Mapping[str, Any], where: str, default_id: str, source: SourceConfig) -> Item | BadRow:
     """The item of a row. A dotted column name ("reward_model.ground_truth") reaches into nested objects.
 
-    Columns that the source does not name travel along as ``extras``.
+    Columns that the source does not name travel along as ``extras``. A ``layout`` first makes prompt and answer of the
+    columns that it knows.
     """
     try:
+        if source.layout is not None:
+            row = {**row, **LAYOUTS[source.layout].convert(row)}
         prompt = _prompt(_column(row, "prompt_column", source.prompt_column), source.prompt_column)
         answer = _scalar(_column(row, "answer_column", source.answer_column), source.answer_column)
         item_id, demonstrations = default_id, ()
@@ -30,7 +30,7 @@ def read_row(row: Mapping[str, Any], where: str, default_id: str, source: Source
         if source.demonstration_column is not None:
             column = source.demonstration_column
             demonstrations = _demonstrations(_column(row, "demonstration_column", column), column)
-    except _Wrong as wrong:
+    except WrongRow as wrong:
         kind, reason = wrong.args
         return BadRow(where=where, kind=kind, reason=reason)
     named = {source.prompt_column, source.answer_column, source.id_column, source.demonstration_column}
@@ -58,23 +58,23 @@ def _column(row: Mapping[str, Any], field: str, column: str) -> Any:
     if column in row:
         return row[column]
     if reason := missing_column(list(row), field, column):
-        raise _Wrong("missing column", reason)
+        raise WrongRow("missing column", reason)
     value: Any = row
     for part in column.split("."):
         if not (isinstance(value, Mapping) and part in value):
-            raise _Wrong("missing column", f"no {part!r} inside column {column!r}: correct {field}")
+            raise WrongRow("missing column", f"no {part!r} inside column {column!r}: correct {field}")
         value = value[part]
     return value
 
 
 def _scalar(value: Any, column: str) -> str:
     if value is None:
-        raise _Wrong("empty", f"column {column!r} is empty")
+        raise WrongRow("empty", f"column {column!r} is empty")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise _Wrong("wrong type", f"column {column!r} holds {_kind(value)}, expected text or a number")
+        raise WrongRow("wrong type", f"column {column!r} holds {_kind(value)}, expected text or a number")
     text = str(value).strip()
     if not text:
-        raise _Wrong("empty", f"column {column!r} is empty")
+        raise WrongRow("empty", f"column {column!r} is empty")
     return text
 
 
@@ -86,9 +86,9 @@ def _prompt(value: Any, column: str) -> str | Messages:
 
 def _text(value: Any, column: str) -> str:
     if value is not None and not isinstance(value, str):
-        raise _Wrong("wrong type", f"column {column!r} holds {_kind(value)}, expected text")
+        raise WrongRow("wrong type", f"column {column!r} holds {_kind(value)}, expected text")
     if value is None or not value.strip():
-        raise _Wrong("empty", f"column {column!r} is empty")
+        raise WrongRow("empty", f"column {column!r} is empty")
     return value
 
 
@@ -96,18 +96,18 @@ def _messages(value: list[Any], column: str) -> Messages:
     for message in value:
         sound = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
         if not sound:
-            raise _Wrong("wrong type", f"column {column!r} holds a list of something else than {{role, content}}")
+            raise WrongRow("wrong type", f"column {column!r} holds a list of something else than {{role, content}}")
     if not value or not value[-1]["content"].strip():
-        raise _Wrong("empty", f"column {column!r} has no message to answer")
+        raise WrongRow("empty", f"column {column!r} has no message to answer")
     if value[-1]["role"] == "assistant":
-        raise _Wrong("wrong type", f"column {column!r} ends with the assistant's answer, expected a question")
+        raise WrongRow("wrong type", f"column {column!r} ends with the assistant's answer, expected a question")
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def _demonstrations(value: Any, column: str) -> tuple[str, ...]:
     texts = value if isinstance(value, list) else [value]
     if not texts:
-        raise _Wrong("empty", f"column {column!r} is an empty list")
+        raise WrongRow("empty", f"column {column!r} is an empty list")
     return tuple(_text(text, column) for text in texts)
 
 

@@ -122,7 +122,10 @@ def _wanted_path(source: SourceConfig) -> str:
 
 def _check_columns(columns: list[str], source: SourceConfig, where: str) -> None:
     """A column that no row can have is an error at once, whatever ``on_bad_row`` says."""
+    made = ("prompt_column", "answer_column", "demonstration_column") if source.layout else ()
     for field in ("prompt_column", "answer_column", "id_column", "demonstration_column"):
+        if field in made:
+            continue
         column = getattr(source, field)
         if column is not None and (reason := missing_column(columns, field, column)):
             raise ValueError(f"{where}: {reason}")

@@ -14,6 +14,10 @@ type Messages = list[dict[str, str]]
 """A conversation: {"role": ..., "content": ...} each."""
 
 
+class WrongRow(Exception):
+    """Why a row is bad: the kind that is counted, and the reason in one line."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BadRow:
     """A row that cannot be used, and why."""
