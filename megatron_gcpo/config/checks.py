@@ -4,16 +4,45 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 from collections.abc import Iterator
 
 from megatron_gcpo.cluster.grid import num_replicas, validate
 from megatron_gcpo.config import megatron_names
 from megatron_gcpo.config.records import Config, SourceConfig
+from megatron_gcpo.names import nearest
+
+RESERVED_VLLM_OPTIONS = {
+    "dtype": "rollout.dtype",
+    "enable_sleep_mode": "rollout.vllm.sleep_level",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_gib",
+    "load_format": "the first push, which brings the weights",
+    "logprobs_mode": "the trainer, which needs log-probs under the sampling distribution",
+    "max_model_len": "rollout.vllm.max_model_len",
+    "max_num_seqs": "rollout.max_batch_rows",
+    "model": "model.path or model.hf_config",
+    "quantization": "rollout.quantization",
+    "skip_tokenizer_init": "the engine, which speaks token ids",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "weight_transfer_config": "rollout.push.transport",
+    "worker_extension_cls": "the pushes, which need their own",
+}
+"""Engine arguments that rollout.vllm.options may not give -> what decides them."""
+
+
+LORA_TARGETS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""What model.lora can adapt: Megatron's name of a matrix -> the Hugging Face matrices in it."""
 
 
 def check(config: Config) -> list[str]:
     """Every problem of a configuration, one readable line each; empty when it is sound."""
-    parts = (_run, _model, _cluster, _sources, _batches, _train, _evaluation, _observe)
+    parts = (_run, _model, _lora, _cluster, _sources, _batches, _rollout, _lag, _train, _evaluation, _observe)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -34,6 +63,31 @@ def _model(config: Config) -> Iterator[str]:
         yield "model.tokenizer is missing: without model.path there is no folder to take it from"
     if model.tokenizer == "task" and config.data.train.kind != "task":
         yield 'model.tokenizer: "task" needs data.train.kind: task'
+
+
+def _lora(config: Config) -> Iterator[str]:
+    lora, tp = config.model.lora, config.cluster.tensor_model_parallel_size
+    if lora is None:
+        if config.checkpoint.export_merged:
+            yield "checkpoint.export_merged is for adapters: leave it out, or set model.lora"
+        return
+    if lora.rank % tp:
+        yield (
+            f"model.lora.rank {lora.rank} cannot be cut over cluster.tensor_model_parallel_size {tp}: set it to "
+            f"{-(-lora.rank // tp) * tp}"
+        )
+    if not lora.target_modules:
+        yield f"model.lora.target_modules is empty: name some of {', '.join(LORA_TARGETS)}"
+    inside = {name: target for target, names in LORA_TARGETS.items() for name in names}
+    for name in lora.target_modules:
+        if name in inside:
+            yield f"model.lora.target_modules: {name} is a part of Megatron's {inside[name]}: name that"
+        elif name not in LORA_TARGETS:
+            near = nearest(name, [*LORA_TARGETS, *inside], cutoff=0.0)
+            yield (
+                f"model.lora.target_modules: {name!r} is none of {', '.join(LORA_TARGETS)}; did you mean "
+                f"{inside.get(str(near), near)}?"
+            )
 
 
 def _cluster(config: Config) -> Iterator[str]:
@@ -71,6 +125,74 @@ def _batches(config: Config) -> Iterator[str]:
         yield (
             f"one sequence can have {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), more than "
             f"train.max_tokens_per_micro_batch {config.train.max_tokens_per_micro_batch}: raise it to at least {longest}"
+        )
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    rollout, vllm = config.rollout, config.rollout.vllm
+    if rollout.engine == "transformers":
+        if rollout.quantization != "none":
+            yield (
+                f"rollout.quantization {rollout.quantization} needs vLLM: set rollout.engine to vllm or vllm_server, or "
+                "rollout.quantization to none"
+            )
+        return
+    if importlib.util.find_spec("vllm") is None and rollout.engine == "vllm":
+        yield "rollout.engine vllm needs vLLM: run `make vllm`, or set rollout.engine=transformers"
+    temperatures = {"rollout": rollout.temperature, "evaluate": config.evaluate.temperature}
+    for section, temperature in temperatures.items():
+        if not 0.01 <= temperature <= 2:
+            yield f"{section}.temperature {temperature} is not one that vLLM takes: set it from 0.01 to 2"
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    if vllm.max_model_len is not None and vllm.max_model_len < longest:
+        yield (
+            f"rollout.vllm.max_model_len {vllm.max_model_len} is shorter than a sequence can be: {longest} tokens "
+            f"(data.max_prompt_tokens + rollout.max_new_tokens); raise it to at least {longest}, or leave it out"
+        )
+    replicas = max(1, num_replicas(config.cluster))
+    if rollout.engine == "vllm_server" and len(vllm.urls) < replicas:
+        yield (
+            f"rollout.engine vllm_server needs a URL in rollout.vllm.urls for each of the trainer's {replicas} replicas, "
+            f"found {len(vllm.urls)}: add e.g. http://127.0.0.1:8000"
+        )
+    for url in vllm.urls:
+        if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
+            yield f"rollout.vllm.urls: {url!r} is no base URL of a server: write http://host:port"
+    if len(set(vllm.urls)) < len(vllm.urls):
+        yield "rollout.vllm.urls names a server twice: list each once"
+    if rollout.engine == "vllm" and vllm.urls:
+        yield "rollout.vllm.urls belongs to rollout.engine vllm_server: set that engine, or leave the URLs out"
+    for name in sorted(vllm.options.keys() & RESERVED_VLLM_OPTIONS.keys()):
+        yield f"rollout.vllm.options.{name} is decided by {RESERVED_VLLM_OPTIONS[name]}: leave it out"
+
+
+def _lag(config: Config) -> Iterator[str]:
+    rollout, kind = config.rollout, config.correction_kind
+    if config.run.stage != "rl":
+        return
+    cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
+    if kind != "none" and any(cuts.values()):
+        yield (
+            f"correction.kind {kind} compares log-probs over the whole vocabulary, but rollout."
+            f"{next(name for name, cut in cuts.items() if cut)} draws from a part of it: leave that out, or set "
+            "correction.kind: none"
+        )
+    low, high = config.correction_bounds
+    if not low < 1 < high:
+        yield (
+            f"correction.low {low:g} and correction.high {high:g} must have 1 between them, the ratio of two equal "
+            "policies: correct them, or leave them out"
+        )
+    asleep = rollout.engine == "vllm" and rollout.vllm.sleep_level > 0 and config.cluster.platform == "cuda"
+    if rollout.max_policy_lag and asleep:
+        yield (
+            f"rollout.max_policy_lag {rollout.max_policy_lag} draws while the trainer trains, but a colocated engine of "
+            f"rollout.vllm.sleep_level {rollout.vllm.sleep_level} sleeps then: set it to 0, or use rollout.engine vllm_server"
+        )
+    if rollout.max_policy_lag >= config.run.steps > 0:
+        yield (
+            f"rollout.max_policy_lag {rollout.max_policy_lag} is as long as the run of {config.run.steps} steps, whose "
+            "rollouts would all come from the first policy: lower it"
         )
 
 

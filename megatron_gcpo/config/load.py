@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from yaml import YAMLError
 
 from megatron_gcpo.config.checks import check
+from megatron_gcpo.config.problems import explain, or_nearest
 from megatron_gcpo.config.records import Config
-from megatron_gcpo.names import nearest
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -45,7 +45,7 @@ def validate(values: dict[Any, Any], origin: str) -> Config:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems = [f"{origin}: {_explain(e)}" for e in error.errors()]
+        problems = [f"{origin}: {explain(Config, e)}" for e in error.errors()]
         raise ValueError("\n".join(problems)) from None
     problems = check(config)
     if problems:
@@ -59,7 +59,7 @@ def _read(path: Path, replacements: Sequence[str] = (), inside: tuple[Path, ...]
         raise ValueError(f"{path} is a folder: name a recipe file in it")
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise ValueError(f"there is no recipe {path}{_nearest(str(path), siblings)}")
+        raise ValueError(f"there is no recipe {path}{or_nearest(str(path), siblings)}")
     if path in inside:
         raise ValueError(f"{path} is among its own defaults: {' -> '.join(map(str, (*inside, path)))}")
     own = _read_yaml(path)
@@ -99,7 +99,7 @@ def _find_piece(name: str, recipe: Path) -> Path:
             return piece
     root = recipe.resolve().parent.parent
     known = [str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.yaml")]
-    raise ValueError(f"{recipe}: there is no piece {name}.yaml in the folders above it{_nearest(name, known)}")
+    raise ValueError(f"{recipe}: there is no piece {name}.yaml in the folders above it{or_nearest(name, known)}")
 
 
 def _overrides(overrides: Sequence[str]) -> DictConfig:
@@ -114,39 +114,6 @@ def _overrides(overrides: Sequence[str]) -> DictConfig:
         return OmegaConf.from_dotlist(list(overrides))
     except (YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"cannot read the overrides {' '.join(overrides)}: {_first_line(error)}") from None
-
-
-def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        parent = _record_at(error["loc"][:-1])
-        known = list(parent.model_fields) if parent else []
-        prefix = "".join(f"{part}." for part in error["loc"][:-1])
-        return f"{where} is not a field{_nearest(str(error['loc'][-1]), known, prefix)}"
-    if error["type"] == "missing":
-        return f"{where} is missing: set it"
-    if error["type"] in ("model_type", "dict_type"):
-        return f"{where} must be a section with fields of its own (got {error['input']!r})"
-    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]} (got {error['input']!r})"
-
-
-def _record_at(loc: Sequence[Any]) -> type[BaseModel] | None:
-    record: type[BaseModel] = Config
-    for part in loc:
-        field = record.model_fields.get(str(part))
-        kinds = [field.annotation, *get_args(field.annotation)] if field else []
-        nested = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-        if not nested:
-            return None
-        record = nested[0]
-    return record
-
-
-def _nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    near = nearest(name, known)
-    if near is not None:
-        return f"; did you mean {prefix}{near}?"
-    return f"; known here: {', '.join(sorted(known))}" if known else ""
 
 
 def _first_line(error: Exception) -> str:

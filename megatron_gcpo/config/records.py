@@ -6,6 +6,7 @@ own option names, so that its documentation applies. Everything else is defined 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -29,6 +30,18 @@ class RunConfig(Record):
     """auto: go on from the newest complete checkpoint if there is one.  never: refuse a run directory that has one."""
 
 
+class LoraConfig(Record):
+    """Low-rank adapters (arXiv 2106.09685): the model stays as it is, and scale x B A is added to some of its matrices."""
+
+    rank: PositiveInt = 16
+    """Inner size of A and B; a multiple of cluster.tensor_model_parallel_size."""
+    alpha: PositiveInt = 32
+    """The scale is alpha / rank."""
+    target_modules: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    """Matrices of each layer, by Megatron's names: linear_qkv (q_proj, k_proj and v_proj, which share one A), linear_proj
+    (o_proj), linear_fc1 (gate_proj and up_proj, which share one A), linear_fc2 (down_proj)."""
+
+
 class ModelConfig(Record):
     path: str | None = None
     """A Hugging Face checkpoint: folder or hub id."""
@@ -37,7 +50,10 @@ class ModelConfig(Record):
     tokenizer: str | None = None
     """Folder, hub id or "task" (the word-level tokenizer of a packaged task); default: ``path``."""
     start_from: str | None = None
-    """A run directory (or checkpoint) of ours whose newest weights to start from; optimizer state is not taken."""
+    """A run directory (or checkpoint) of ours whose newest weights to start from, or a torch_dist checkpoint of the same
+    model that plain Megatron-Core wrote; optimizer state is not taken."""
+    lora: LoraConfig | None = None
+    """Train adapters and leave the model itself as it is; default: train all weights."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Megatron-Core TransformerConfig options, verbatim (recompute_granularity, ...)."""
@@ -70,7 +86,9 @@ class SourceConfig(Record):
     """reasoning_gym data set, or task: addition, multiplication, countdown."""
     split: str = "train"
     """hf split; for tasks: sft | train | heldout (disjoint problems)."""
-    layout: Literal["gsm8k", "math500", "aime", "amc", "minerva", "olympiad_bench", "arc", "gpqa", "mmlu_pro"] | None = None
+    layout: (
+        Literal["gsm8k", "math500", "aime", "amc", "minerva", "olympiad_bench", "arc", "gpqa", "mmlu_pro"] | None
+    ) = None
     """The columns of a well-known benchmark (data.benchmarks), in place of prompt_column and answer_column."""
     prompt_column: str = "prompt"
     answer_column: str = "answer"
@@ -112,6 +130,8 @@ class VllmConfig(Record):
     """Further vLLM engine arguments, verbatim."""
     urls: tuple[str, ...] = ()
     """engine vllm_server: base URLs of the replicas, at least one for each data-parallel replica of the trainer."""
+    api_key_file: str | None = None
+    """engine vllm_server: file with the key that the servers ask for; they need one to listen beyond their own machine."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """A server that has not answered by then counts as stalled; its requests go to another replica."""
     start_timeout_s: float = Field(default=600.0, gt=0)
@@ -161,7 +181,8 @@ class RolloutConfig(Record):
     dtype: Literal["fp32", "bf16"] | None = None
     """Default: the model's."""
     max_logprob_gap: float | None = None
-    """Largest difference of trainer and engine log-probs allowed after a push; default 1e-4 in fp32, 5e-2 in bf16."""
+    """Largest difference of trainer and engine log-probs allowed, before the first step and after every push; default 1e-4
+    in fp32, 5e-2 in bf16, 1 with quantised weights."""
     stop_token_ids: tuple[int, ...] = ()
     """Besides the tokenizer's end-of-sequence token."""
 
@@ -213,21 +234,39 @@ class TrainConfig(Record):
     """Demonstrations per step of stage sft, over all replicas."""
 
 
+CORRECTION_BOUNDS = {
+    "none": (0.0, math.inf),
+    "token_tis": (0.0, 2.0),
+    "sequence_tis": (0.0, 2.0),
+    "masked": (0.5, 5.0),
+    "geometric": (0.99, 1.01),
+    "ais": (0.0, 2.0),
+}
+"""Smallest and largest ratio that each correction lets through unless told otherwise; sources in loss.correction."""
+
+
 class CorrectionConfig(Record):
     """What to do about the gap between the policy that drew the tokens and the one that learns (loss.correction)."""
 
-    kind: Literal["auto", "none", "token_tis", "sequence_tis", "masked", "geometric"] = "auto"
+    kind: Literal["auto", "none", "token_tis", "sequence_tis", "masked", "geometric", "ais"] = "auto"
     """auto: token_tis when rollout.max_policy_lag is above 0 or the rollouts are quantized, else none."""
     low: float | None = Field(default=None, gt=0)
     """Smallest ratio let through; default: the correction's own."""
     high: float | None = Field(default=None, gt=0)
     """Largest ratio let through; default: the correction's own."""
+    kappa: float = Field(default=3e-3, gt=0)
+    """Of kind ais: the KL divergence (nats per token) at which 63 % of the correction is applied."""
 
 
 class CheckpointConfig(Record):
     every: PositiveInt = 50
     """Steps between checkpoints; the last step always writes one."""
     keep_last: PositiveInt = 2
+    export_hf_every: int = Field(default=0, ge=0)
+    """Steps between exports as Hugging Face folders, <run>/hf/step_...; the last step exports too, and none is removed.
+    Adapters are exported as PEFT has them.  0: no exports."""
+    export_merged: bool = False
+    """LoRA: export the whole model with its adapters merged in, instead of the adapters alone."""
 
 
 class EvalConfig(Record):
@@ -270,6 +309,20 @@ class Config(Record):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def correction_kind(self) -> str:
+        """The correction in force: what ``auto`` stands for, else what was asked for."""
+        if self.correction.kind != "auto":
+            return self.correction.kind
+        return "token_tis" if self.rollout.max_policy_lag or self.rollout.quantization != "none" else "none"
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Smallest and largest ratio that the correction in force lets through."""
+        low, high = CORRECTION_BOUNDS[self.correction_kind]
+        given = self.correction
+        return (low if given.low is None else given.low, high if given.high is None else given.high)
 
     @property
     def total_updates(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.collect import Experience
@@ -21,6 +21,10 @@ class StepReport:
     clock: Stopwatch
     experience: Experience | None
     """On leaders, in stage rl."""
+    prepared: Mapping[str, float] = field(default_factory=dict)
+    """Global numbers of phase one (methods.prepare), the same on every rank."""
+    corrected: Mapping[str, float] = field(default_factory=dict)
+    """The gap between the policies that drew and that learn (loss.correction); percentiles are of this replica."""
     updates: Sequence[UpdateStats]
     """Global numbers, the same on every rank."""
     pushed: dict[str, float] | None
@@ -40,6 +44,8 @@ def step_metrics(report: StepReport, topology: Topology) -> dict[str, float]:
         return {}
     seconds = report.clock.seconds()
     metrics = Tally().merge(tally for tally, _ in gathered).means()
+    metrics |= {f"method/{name}": value for name, value in report.prepared.items()}
+    metrics |= {f"correction/{name}": value for name, value in report.corrected.items()}
     metrics |= {f"time/{phase}_s": value for phase, value in seconds.items()}
     metrics["perf/tokens_per_s"] = sum(tokens for _, tokens in gathered) / seconds["total"]
     metrics["perf/memory_peak_gb"] = topology.platform.memory_peak_bytes() / 1e9

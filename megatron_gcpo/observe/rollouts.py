@@ -29,6 +29,7 @@ SCHEMA = pa.schema(
         ("trained", pa.bool_()),
         ("embedding_hash", pa.string()),
         ("policy_version", pa.int32()),
+        ("versions", pa.list_(pa.int32())),
     ]
 )
 
@@ -68,6 +69,7 @@ def write_rollouts(
             "trained": kept,
             "embedding_hash": None if (embedded := texts[i]) is None else content_hash(embedded),
             "policy_version": rollout.policy_version,
+            "versions": rollout.versions_T,
         }
         for group, verdict, credit, kept, texts in zip(groups, verdicts, credits, trained, span_texts, strict=True)
         for i, rollout in enumerate(group.rollouts)

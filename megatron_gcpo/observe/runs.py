@@ -38,7 +38,8 @@ def runs_table(root: Path, now: float | None = None) -> Table:
     histories = [read_history(folder) for folder in find_runs(root)]
     if not histories:
         raise ValueError(f"there is no run in {root}: give a folder that holds runs")
-    table = Table("run", "state", "step", "method", "reward", *SHOWN, "s/step", "folder")
+    table = Table("run", "state", "step", "method", "reward", *SHOWN, "s/step")
+    table.columns[0].overflow = "fold"
     for history in histories:
         table.add_row(*_row(history, time.time() if now is None else now))
     return table
@@ -56,14 +57,13 @@ def _row(history: History, now: float) -> list[str]:
     method = history.config.get("method")
     wanted = "?" if history.steps is None else str(history.steps)
     return [
-        history.name,
+        str(history.folder),
         state(history, now),
         f"{history.step}/{wanted}",
         str(method.get("name", "?")) if isinstance(method, dict) else "?",
         _last(history, "reward/mean"),
         *(_measure(history, name) for name in SHOWN),
         _last(history, "time/total_s"),
-        str(history.folder),
     ]
 
 

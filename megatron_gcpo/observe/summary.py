@@ -32,6 +32,9 @@ class Summary:
     data: str = ""
     """Fingerprint of the training prompts; a resumed run must see the same."""
 
+    method_state: Mapping[str, Any] = field(default_factory=dict)
+    """What the method's controllers and the sampler remember (run.Run.method_state)."""
+
     def after_step(self, seconds: Mapping[str, float], skipped_updates: int) -> Self:
         """The summary one step later."""
         total = {phase: self.phase_seconds.get(phase, 0.0) + value for phase, value in seconds.items()}

@@ -65,6 +65,7 @@ def test_every_rollout_comes_back(tmp_path: Path) -> None:
     assert (first["reward"], first["verdict"], first["finish_reason"]) == (1.0, "ok", "length")
     assert rows[2]["verdict"] == "timeout"
     assert (first["prompt"], first["answer"], first["step"], first["policy_version"]) == ("ask a", "4", 7, 3)
+    assert first["versions"] == [3] * len(first["token_ids"])
 
 
 def test_the_hash_is_the_key_of_the_encoder_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

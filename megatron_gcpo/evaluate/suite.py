@@ -1,0 +1,108 @@
+"""An evaluation suite: a YAML file that names benchmarks, how answers are judged and how they are sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import Field, PositiveInt, ValidationError, model_validator
+
+from megatron_gcpo.config.problems import explain
+from megatron_gcpo.config.records import DataConfig, EmbedConfig, Record, SourceConfig, VerifyConfig, VllmConfig
+from megatron_gcpo.data.benchmarks import LAYOUTS
+
+
+class BenchmarkConfig(Record):
+    """One set of problems."""
+
+    name: str
+    source: SourceConfig
+    verify: VerifyConfig | None = None
+    """How answers are judged; default: what the source's layout, task or reasoning_gym set goes with."""
+    samples: PositiveInt | None = None
+    """Default: the suite's."""
+    max_new_tokens: PositiveInt | None = None
+    """Default: the suite's."""
+
+    @model_validator(mode="after")
+    def _can_be_judged(self) -> BenchmarkConfig:
+        if self.verify is None and self.source.layout is None and self.source.kind not in ("task", "reasoning_gym"):
+            raise ValueError(
+                f"benchmark {self.name!r} has no verify section, and its source has no layout that implies one"
+            )
+        return self
+
+    @property
+    def verifier(self) -> VerifyConfig:
+        if self.verify is not None:
+            return self.verify
+        if self.source.layout is not None:
+            return VerifyConfig(name=LAYOUTS[self.source.layout].verifier)
+        return VerifyConfig(name=self.source.kind)
+
+
+class SuiteConfig(Record):
+    """A suite. Field names are YAML keys; unknown keys fail."""
+
+    benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
+    samples: PositiveInt = 8
+    """Answers drawn for each problem."""
+    ks: tuple[PositiveInt, ...] = (1, 8)
+    """The k of pass@k, maj@k and distinct@k; each at most ``samples``."""
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    max_new_tokens: PositiveInt = 4096
+    seed: int = Field(default=0, ge=0)
+    template: Literal["chat", "plain"] = "chat"
+    system_prompt: str | None = None
+    max_prompt_tokens: PositiveInt = 2048
+    engine: Literal["transformers", "vllm"] = "transformers"
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    vllm: VllmConfig = VllmConfig()
+    max_batch_rows: PositiveInt = 256
+    embed: EmbedConfig | None = EmbedConfig()
+    """For the diversity of correct answers; null: not measured."""
+    trained_on: SourceConfig | None = None
+    """The training prompts: problems that share 13-grams with them are named."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> SuiteConfig:
+        names = [benchmark.name for benchmark in self.benchmarks]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"benchmarks must have different names, {', '.join(twice)} occurs more than once")
+        for benchmark in self.benchmarks:
+            samples = benchmark.samples or self.samples
+            if too_large := [k for k in self.ks if k > samples]:
+                raise ValueError(f"ks {too_large} need as many samples, benchmark {benchmark.name!r} has {samples}")
+        return self
+
+    def data(self, source: SourceConfig) -> DataConfig:
+        """The data section with which the source's prompts are templated."""
+        return DataConfig(
+            train=source,
+            template=self.template,
+            system_prompt=self.system_prompt,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+
+
+def load_suite(path: str | Path) -> SuiteConfig:
+    """The suite in a file.
+
+    Raises:
+        ValueError: no such file, no YAML, or one line for each field that is wrong.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"suite {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"suite {path} is not valid YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"suite {path} must hold a mapping with benchmarks")
+    try:
+        return SuiteConfig.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{path}: {explain(SuiteConfig, e)}" for e in error.errors())) from None
