@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from megatron_gcpo.cluster.deadline import Watch
 
-PHASES = ("generate", "verify", "embed", "credit", "logprobs", "update", "push")
+PHASES = ("generate", "verify", "embed", "credit", "logprobs", "prepare", "update", "push")
 """The phases of a step, in order; what is left of it is reported as ``other``."""
 
 

@@ -1,0 +1,163 @@
+"""What other methods would have paid the rollouts of a run: rank changes, and who gains. No model is loaded.
+
+    python tools/replay_credit.py runs/quickstart --method gcpo,grpo,darling --value logdet,det --c 0.5,1,2
+
+Embeddings are computed once and kept in RUN/replay/; the table is written to RUN/replay/credit.json for the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from megatron_gcpo.config.records import EmbedConfig
+from megatron_gcpo.embed import Encoder
+from megatron_gcpo.embed.encoder import content_hash
+from megatron_gcpo.methods import resolve
+from megatron_gcpo.observe import replay
+from megatron_gcpo.observe.history import History, read_history, read_rollouts
+
+
+class KeptEncoder:
+    """An encoder that remembers across calls of this tool, in one file."""
+
+    def __init__(self, config: EmbedConfig, path: Path) -> None:
+        self._config, self._path = config, path
+        self._rows: dict[str, np.ndarray] = {}
+        if path.is_file():
+            with np.load(path) as stored:
+                self._rows = dict(zip(stored["keys"].tolist(), stored["rows"], strict=True))
+        self.num_encoded = 0
+
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        new = {key: text for text in texts if (key := content_hash(text)) not in self._rows}
+        if new:
+            rows_ND = Encoder(self._config, torch.device("cpu")).encode(list(new.values())).numpy()
+            self._rows.update(zip(new, rows_ND, strict=True))
+            self.num_encoded = len(new)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = self._path.with_suffix(".tmp.npz")
+            np.savez(unfinished, keys=np.array(list(self._rows)), rows=np.stack(list(self._rows.values())))
+            unfinished.replace(self._path)
+        return torch.from_numpy(np.stack([self._rows[content_hash(text)] for text in texts]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        _replay(arguments, Console())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _replay(arguments: argparse.Namespace, console: Console) -> None:
+    folder = Path(arguments.run)
+    history = read_history(folder)
+    variants = replay.make_variants(
+        arguments.method.split(","),
+        arguments.value.split(","),
+        [float(c) for c in arguments.c.split(",")],
+        {name: _section(name, history) for name in arguments.method.split(",")},
+    )
+    files = [f for f in history.rollout_files if arguments.first_step <= f.step <= arguments.last_step]
+    table, skipped = read_rollouts(files, replay.COLUMNS)
+    groups = replay.saved_groups(table)
+    if not groups:
+        raise ValueError(f"{folder} has no saved rollouts of steps {arguments.first_step} to {arguments.last_step}")
+    for line in (*history.skipped, *skipped):
+        console.print(f"skipped: {line}", highlight=False, markup=False)
+    config = _embed_config(history, arguments)
+    encoded = 0
+    if any(variant.compares for variant in variants):
+        name = f"embeddings_{config.encoder.replace('/', '_')}_{config.span}_{config.dtype}.npz"
+        encoder = KeptEncoder(config, folder / "replay" / name)
+        groups = replay.embed(groups, encoder, config.span)
+        encoded = encoder.num_encoded
+    results = []
+    start_s = time.monotonic()
+    for variant in variants:
+        paid = [replay.pay(group, variant).numpy() for group in groups]
+        results.append((replay.compare(groups, variant.label, paid), replay.movers(groups, paid)))
+    seconds = time.monotonic() - start_s
+    trained = replay.compare(groups, replay.AS_TRAINED, [group.advantages_G for group in groups])
+    console.print(_table([trained, *(comparison for comparison, _ in results)], folder))
+    rate = len(groups) * len(variants) / max(seconds, 1e-9) * 60
+    console.print(
+        f"{len(groups)} groups x {len(variants)} variants at {rate:,.0f} groups a minute; {encoded} texts were encoded",
+        highlight=False,
+    )
+    _write(folder / "replay" / "credit.json", trained, results)
+
+
+def _section(name: str, history: History) -> dict[str, Any]:
+    """The run's own section for its own method, else configs/method/NAME.yaml, else the defaults."""
+    section = history.config.get("method")
+    if not (isinstance(section, dict) and section.get("name") == name):
+        path = Path("configs/method") / f"{name}.yaml"
+        section = yaml.safe_load(path.read_text(encoding="utf-8"))["method"] if path.is_file() else {}
+    section = {key: value for key, value in section.items() if key != "name"}
+    resolve({"name": name, **section})  # an older run's options may be unknown today
+    return section
+
+
+def _embed_config(history: History, arguments: argparse.Namespace) -> EmbedConfig:
+    own = history.config.get("embed")
+    known = (
+        {key: value for key, value in own.items() if key in EmbedConfig.model_fields} if isinstance(own, dict) else {}
+    )
+    given = {key: value for key in ("encoder", "span") if (value := getattr(arguments, key)) is not None}
+    return EmbedConfig.model_validate({**known, **given, "cache_entries": 0})
+
+
+def _table(comparisons: Sequence[replay.Comparison], folder: Path) -> Table:
+    table = Table(title=f"{folder}: credit replayed", title_justify="left")
+    kinds = list(dict.fromkeys(kind for c in comparisons for kind in c.mean_advantage))
+    for column in ("", "signal", "reordered", "signs changed", *(kind.replace("_", "\n") for kind in kinds)):
+        table.add_column(column, justify="right" if column else "left")
+    for c in comparisons:
+        shares = (c.groups_with_signal, c.pairs_reordered, c.signs_changed)
+        means = (f"{c.mean_advantage[kind]:+.3f}" if kind in c.mean_advantage else "-" for kind in kinds)
+        table.add_row(c.label, *(f"{share:.3f}" for share in shares), *means)
+    return table
+
+
+def _write(
+    path: Path, trained: replay.Comparison, results: Sequence[tuple[replay.Comparison, list[replay.Mover]]]
+) -> None:
+    rows = [{**asdict(trained), "movers": []}]
+    rows += [{**asdict(comparison), "movers": [asdict(m) for m in moved]} for comparison, moved in results]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="the folder of a run that saved its rollouts (observe.rollouts)")
+    parser.add_argument("--method", default="gcpo,grpo", help="comma-separated names of methods")
+    parser.add_argument("--value", default="logdet", help="team values, for methods that have the option")
+    parser.add_argument("--c", default="10", help="kernel scales, for methods that have the option")
+    parser.add_argument("--encoder", help="default: the run's own")
+    parser.add_argument("--span", choices=["completion", "reasoning", "wording"], help="default: the run's own")
+    parser.add_argument("--first-step", type=int, default=0)
+    parser.add_argument("--last-step", type=int, default=sys.maxsize)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
