@@ -3,45 +3,89 @@
     python tools/compare_runs.py --methods grpo gcpo --seeds 0 1 2
 
 Every run is the same recipe with another ``method/NAME`` piece and seed: same warm start, prompts, optimizer, loss
-aggregation and number of steps. Finished runs are not repeated, interrupted ones go on.
+aggregation and number of steps. A method that is another one under the recipe's shared settings keeps its own, which is
+said. Finished runs are not repeated, interrupted ones go on. Below each number stands its difference to the first method,
+paired by seed, with a 95% bootstrap interval over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_gcpo.config import load
+from megatron_gcpo.evaluate.paired import paired_difference
+from megatron_gcpo.methods import METHODS, check_run, resolve
 from megatron_gcpo.observe.summary import Summary, read_summary
 
-SHOWN = ("pass@1", "pass@8", "distinct@8", "effective_strategies", "vendi", "mean_tokens")
+SHOWN = {
+    "pass@1": "pass@1",
+    "pass@8": "pass@8",
+    "distinct@8": "distinct strategies among the correct of 8",
+    "effective_strategies": "effective number of strategies",
+    "vendi": "coverage: Vendi score of the correct",
+    "entropy": "entropy per token at the end, nats",
+    "mean_tokens": "tokens of an answer",
+}
 
 
 def main() -> int:
     arguments = _arguments()
+    console = Console()
+    own = {method: fitting(arguments.recipe, method) for method in arguments.methods}
+    for method, settings in own.items():
+        if settings:
+            console.print(f"{method} cannot take what the recipe sets for all: {', '.join(settings)}", highlight=False)
     subprocess.run([*COMMAND, arguments.warm_start], check=True)
-    finished: dict[str, list[Summary]] = {}
+    found: dict[str, list[Mapping[str, float]]] = {method: [] for method in arguments.methods}
+    before: list[Mapping[str, float]] = []
     for seed in arguments.seeds:
         for method in arguments.methods:
-            summary = _train(arguments, method, seed)
-            finished.setdefault(method, []).append(summary)
-            Console().print(f"{method} seed {seed}: {_one_line(summary)}", highlight=False)
-    Console().print(_table(finished, arguments.seeds))
+            folder = Path(arguments.output) / f"{method}_seed{seed}"
+            summary = _train(arguments, method, own[method], seed, folder)
+            after = {**(summary.after or {}), **_last_entropy(folder)}
+            found[method].append(after)
+            before.append(summary.before or {})
+            shown = "  ".join(f"{name} {after[name]:.3f}" for name in SHOWN if name in after)
+            console.print(f"{method} seed {seed}: {shown}", highlight=False)
+    console.print(table(before, found, len(arguments.seeds)))
     return 0
 
 
 COMMAND = (sys.executable, "-m", "megatron_gcpo.cli", "train")
 
 
-def _train(arguments: argparse.Namespace, method: str, seed: int) -> Summary:
-    folder = Path(arguments.output) / f"{method}_seed{seed}"
-    settings = [f"method/{method}", f"run.seed={seed}", f"run.output_dir={folder}", f"run.name={folder.name}"]
+def fitting(recipe: str, method: str) -> list[str]:
+    """Overrides that give a method back its own value of a shared setting that it refuses; [] for most.
+
+    Raises ValueError when that is not enough.
+    """
+    own = ["train.mini_batches=2"]
+    if method in METHODS:
+        defaults = METHODS[method].options()
+        own += [f"method.group_filter={defaults.group_filter}".lower(), f"method.loss.reduce={defaults.loss.reduce}"]
+    problem = ""
+    for overrides in ([], *([setting] for setting in own), own[1:]):
+        try:
+            config = load(recipe, [f"method/{method}", *overrides])
+            check_run(*resolve(config.method), config)
+        except ValueError as error:
+            problem = problem or str(error)
+        else:
+            return overrides
+    raise ValueError(problem)
+
+
+def _train(arguments: argparse.Namespace, method: str, own: Sequence[str], seed: int, folder: Path) -> Summary:
+    settings = [f"method/{method}", f"run.seed={seed}", f"run.output_dir={folder}", f"run.name={folder.name}", *own]
     command = [*COMMAND, arguments.recipe, *settings, *arguments.set]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     summary = read_summary(folder)
@@ -49,26 +93,34 @@ def _train(arguments: argparse.Namespace, method: str, seed: int) -> Summary:
     return summary
 
 
-def _one_line(summary: Summary) -> str:
-    after = summary.after or {}
-    return "  ".join(f"{name} {after[name]:.3f}" for name in SHOWN if name in after)
+def _last_entropy(folder: Path) -> dict[str, float]:
+    """Of the policy on its own rollouts, in the last step that trained."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    entropies = [row["train/entropy"] for row in rows if "train/entropy" in row]
+    return {"entropy": entropies[-1]} if entropies else {}
 
 
-def _table(finished: dict[str, list[Summary]], seeds: Sequence[int]) -> Table:
-    table = Table(title=f"held-out problems, mean ± standard deviation over {len(seeds)} seeds", title_justify="left")
-    table.add_column("")
-    for column in ("before", *finished):
-        table.add_column(column, justify="right")
-    for name in SHOWN:
-        cells = []
-        before = [s.before[name] for runs in finished.values() for s in runs if s.before and name in s.before]
-        for values in (
-            before,
-            *([s.after[name] for s in runs if s.after and name in s.after] for runs in finished.values()),
-        ):
-            cells.append(_spread(values))
-        table.add_row(name, *cells)
-    return table
+def table(
+    before: Sequence[Mapping[str, float]], found: Mapping[str, Sequence[Mapping[str, float]]], seeds: int
+) -> Table:
+    """Mean and standard deviation over seeds, and below it the paired difference to the first method."""
+    title = f"held-out problems, mean ± standard deviation over {seeds} seeds; below: difference to {next(iter(found))}"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("")
+    for column in ("before", *found):
+        shown.add_column(column, justify="right")
+    baseline = next(iter(found.values()))
+    for name, meaning in SHOWN.items():
+        cells = [_spread([values[name] for values in before if name in values])]
+        for runs in found.values():
+            values = [run[name] for run in runs if name in run]
+            cell = _spread(values)
+            if runs is not baseline and len(values) == len([run for run in baseline if name in run]) > 0:
+                gap = paired_difference(values, [run[name] for run in baseline])
+                cell += f"\n{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
+            cells.append(cell)
+        shown.add_row(meaning, *cells)
+    return shown
 
 
 def _spread(values: Sequence[float]) -> str:

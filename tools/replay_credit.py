@@ -16,42 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
 
 from megatron_gcpo.config.records import EmbedConfig
-from megatron_gcpo.embed import Encoder
-from megatron_gcpo.embed.encoder import content_hash
+from megatron_gcpo.embed.kept import KeptEncoder
 from megatron_gcpo.methods import resolve
 from megatron_gcpo.observe import replay
 from megatron_gcpo.observe.history import History, read_history, read_rollouts
-
-
-class KeptEncoder:
-    """An encoder that remembers across calls of this tool, in one file."""
-
-    def __init__(self, config: EmbedConfig, path: Path) -> None:
-        self._config, self._path = config, path
-        self._rows: dict[str, np.ndarray] = {}
-        if path.is_file():
-            with np.load(path) as stored:
-                self._rows = dict(zip(stored["keys"].tolist(), stored["rows"], strict=True))
-        self.num_encoded = 0
-
-    def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        new = {key: text for text in texts if (key := content_hash(text)) not in self._rows}
-        if new:
-            rows_ND = Encoder(self._config, torch.device("cpu")).encode(list(new.values())).numpy()
-            self._rows.update(zip(new, rows_ND, strict=True))
-            self.num_encoded = len(new)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._path.with_suffix(".tmp.npz")
-            np.savez(unfinished, keys=np.array(list(self._rows)), rows=np.stack(list(self._rows.values())))
-            unfinished.replace(self._path)
-        return torch.from_numpy(np.stack([self._rows[content_hash(text)] for text in texts]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,8 +56,7 @@ def _replay(arguments: argparse.Namespace, console: Console) -> None:
     config = _embed_config(history, arguments)
     encoded = 0
     if any(variant.compares for variant in variants):
-        name = f"embeddings_{config.encoder.replace('/', '_')}_{config.span}_{config.dtype}.npz"
-        encoder = KeptEncoder(config, folder / "replay" / name)
+        encoder = KeptEncoder(config, folder / "replay")
         groups = replay.embed(groups, encoder, config.span)
         encoded = encoder.num_encoded
     results = []

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from megatron_gcpo.credit import gcpo_advantages
+from megatron_gcpo.embed import kept
 from megatron_gcpo.observe import replay
 from megatron_gcpo.observe.rollouts import SCHEMA
 from tools import replay_credit
@@ -110,7 +111,7 @@ def test_command_reads_a_run_and_encodes_once(
         def __init__(self, *_: object) -> None:
             calls.append("load")
 
-    monkeypatch.setattr(replay_credit, "Encoder", Counting)
+    monkeypatch.setattr(kept, "Encoder", Counting)
     (tmp_path / "rollouts").mkdir()
     rows = [{**row, "policy_version": 0} for row in table(TWINS, TWINS).to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), tmp_path / "rollouts" / "step_000001_replica_000.parquet")

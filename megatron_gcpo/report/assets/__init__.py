@@ -1,0 +1,1 @@
+"""Files that become parts of the page."""

@@ -1,0 +1,107 @@
+/* The group inspector. */
+const chosen = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+
+function remember(changes) {
+  Object.assign(chosen, changes);
+  history.replaceState(null, "", "#" + new URLSearchParams(chosen));
+}
+
+function options(select, values, wanted, otherwise, text) {
+  select.replaceChildren(...values.map((value) => make("option", { value }, text(value))));
+  select.value = values.map(String).includes(String(wanted)) ? wanted : otherwise ?? "";
+}
+
+const runOf = () => DATA.runs[Number(byId("run").value)];
+const groupsOf = () => runOf().groups.filter((g) => String(g.step) === byId("step").value);
+const brief = (text) => (text.length > 70 ? text.slice(0, 69) + "…" : text);
+
+function fillRuns() {
+  options(byId("run"), DATA.runs.map((_, i) => i), chosen.run, 0, (i) => DATA.runs[i].name);
+  fillSteps();
+}
+
+function fillSteps() {
+  const steps = [...new Set(runOf().groups.map((g) => g.step))];
+  options(byId("step"), steps, chosen.step, steps.at(-1), (step) => step);
+  byId("sampled").textContent = `on this page: ${runOf().sampled}`;
+  fillPrompts();
+}
+
+function fillPrompts() {
+  const ids = groupsOf().map((g) => g.prompt_id);
+  options(byId("prompt"), ids, chosen.prompt, ids[0], (id) => brief(groupsOf().find((g) => g.prompt_id === id).prompt));
+  drawGroup();
+}
+
+function drawGroup() {
+  const group = groupsOf().find((g) => g.prompt_id === byId("prompt").value);
+  if (!group) return byId("group").replaceChildren(make("p", { class: "quiet" }, "No rollouts were saved."));
+  const tokens = make("div", { id: "tokens" });
+  const head = ["#", "reward", "credit", "advantage", "tokens", "version", "end"].map((t) => make("th", {}, t));
+  const rows = group.rollouts.map((rollout, i) => {
+    const right = rollout.reward >= 0.99;
+    const verdict = rollout.verdict === "ok" ? "" : ` ${rollout.verdict}`;
+    return make("tr", { class: "pick", "data-rollout": i, on: () => drawTokens(group, i, tokens) },
+      make("td", {}, i), make("td", { class: right ? "right" : "wrong" }, `${right ? "✓" : "✗"} ${number(rollout.reward, 2)}${verdict}`),
+      make("td", {}, number(rollout.credit)), make("td", {}, number(rollout.advantage)), make("td", {}, rollout.length),
+      make("td", {}, rollout.version ?? "–"), make("td", {}, rollout.finish),
+      make("td", { class: "text" }, rollout.text + (rollout.cut ? " … (cut here)" : "")));
+  });
+  const pictures = make("div", { class: "two" });
+  byId("group").replaceChildren(
+    make("h3", {}, `step ${group.step}, ${group.prompt_id}`), make("div", { class: "question" }, group.prompt),
+    make("p", { class: "quiet" }, `reference answer: ${group.answer}${group.rollouts[0].trained ? "" : "; this group did not enter the update"}`),
+    make("div", { class: "scroll" }, make("table", { id: "rollouts" }, make("tr", {}, head, make("th", { class: "text" }, "text (click for tokens)")), rows)),
+    tokens, duplicates(group), pictures);
+  if (group.cosine) drawPictures(group, pictures);
+  drawTokens(group, 0, tokens);
+}
+
+function duplicates(group) {
+  if (!group.cosine) return make("p", { class: "quiet" }, "No similarities on this page (--no-embed).");
+  const list = (title, sets) => make("p", {}, `${title}: `, sets.length
+    ? sets.map((set) => make("span", { class: "pair" }, set.join(" = "))) : make("span", { class: "quiet" }, "none"));
+  return make("div", {}, make("h3", {}, "Near-duplicates"), list("same text", group.same_text),
+    list("same meaning, other words (cosine ≥ 0.95)", group.same_meaning));
+}
+
+function drawPictures(group, where) {
+  const names = group.rollouts.map((_, i) => String(i));
+  const heat = make("div", { class: "square", id: "heat" }), map = make("div", { class: "square", id: "map" });
+  where.append(heat, map);
+  const small = { margin: { l: 40, r: 10, t: 36, b: 36 } }, still = { displayModeBar: false, responsive: true };
+  Plotly.newPlot(heat, [{ type: "heatmap", z: group.cosine, x: names, y: names, zmin: 0, zmax: 1, colorscale: "Blues", reversescale: true }],
+    { ...small, title: { text: "cosine of embeddings", font: { size: 13 } }, xaxis: { type: "category" }, yaxis: { type: "category", autorange: "reversed" } }, still);
+  const shown = (right) => {
+    const picked = group.rollouts.map((r, i) => [r, i]).filter(([r]) => (r.reward >= 0.99) === right);
+    return { x: picked.map(([, i]) => group.axes[i][0]), y: picked.map(([, i]) => group.axes[i][1]), text: picked.map(([, i]) => String(i)),
+      customdata: picked.map(([r]) => number(r.advantage)), hovertemplate: "%{text}: advantage %{customdata}<extra></extra>",
+      mode: "markers+text", textposition: "top center", name: right ? "correct" : "wrong",
+      marker: { color: right ? "#1a7f4b" : "#b3372f", size: picked.map(([r]) => 9 + 6 * Math.min(2, Math.abs(r.advantage))) } };
+  };
+  Plotly.newPlot(map, [shown(true), shown(false)],
+    { ...small, title: { text: "two principal axes; size = |advantage|", font: { size: 13 } }, legend: { orientation: "h" } }, still);
+}
+
+function drawTokens(group, i, where) {
+  document.querySelectorAll("#rollouts tr.pick").forEach((row, j) => row.classList.toggle("chosen", i === j));
+  const rollout = group.rollouts[i], texts = runOf().tokens;
+  const words = rollout.ids.map((id, t) => {
+    const text = texts ? texts[id] ?? `#${id}` : `#${id}`;
+    const logprob = rollout.logprobs[t];
+    const surprise = logprob === null || logprob === undefined ? 0 : Math.min(1, -logprob / 4);
+    const title = `token ${t}, id ${id}: log-prob ${number(logprob, 4)}, p ${logprob === null ? "–" : number(Math.exp(logprob), 4)}, `
+      + `advantage ${number(rollout.advantage)}, policy version ${rollout.version ?? "–"}`;
+    const edge = rollout.advantage > 0 ? "#1a7f4b" : rollout.advantage < 0 ? "#b3372f" : "transparent";
+    return make("span", { class: "token", title, style: `background: rgba(192, 86, 43, ${0.55 * surprise}); border-color: ${edge}` }, text);
+  });
+  where.replaceChildren(make("h3", {}, `Tokens of rollout ${i}`),
+    make("p", { class: "quiet" }, "background: how unlikely the token was when it was drawn; underline: pushed up (green) or down (red); point at a token for its numbers"),
+    make("div", { class: "tokens" }, words.flatMap((word) => [word, " "])));
+}
+
+byId("run").addEventListener("change", () => { remember({ run: byId("run").value }); fillSteps(); });
+byId("step").addEventListener("change", () => { remember({ step: byId("step").value }); fillPrompts(); });
+byId("prompt").addEventListener("change", () => { remember({ prompt: byId("prompt").value }); drawGroup(); });
+fillRuns();
+if (DATA.refresh_s) setTimeout(() => location.reload(), DATA.refresh_s * 1000);
