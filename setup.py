@@ -38,10 +38,12 @@ setup(
         "vllm": ["vllm==0.32.0"],
         "quant": ["nvidia-modelopt==0.47.0"],
         "track": ["wandb", "mlflow"],
+        "peft": ["peft"],  # reads the adapters that a LoRA run exports; the trainer does not need it
         "data": ["datasets", "reasoning-gym>=0.1.25,<0.2"],
         "dev": [
             "datasets",
             "reasoning-gym>=0.1.25,<0.2",
+            "peft",
             "pytest",
             "pytest-timeout",
             "hypothesis",

@@ -5,15 +5,16 @@ Nothing here is collective: a prompt's text, rewards, embeddings and Shapley val
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_gcpo.embed import cosine_metrics, embed_groups, embedded_span
-from megatron_gcpo.methods import has_signal
+from megatron_gcpo.methods import EMBEDDING_NEEDS, has_signal
+from megatron_gcpo.observe.staleness import staleness
 from megatron_gcpo.observe.tally import Tally
 from megatron_gcpo.observe.timers import Stopwatch
-from megatron_gcpo.rollout import generate_groups
 from megatron_gcpo.run import Leader, Run
 from megatron_gcpo.types import Credit, CreditInputs, Group, Verdicts
 
@@ -29,6 +30,12 @@ class Experience:
     """Whether the group enters the update: it carries signal, or the method keeps every group."""
     tally: Tally
     """Numbers of this replica, to be merged with those of others."""
+    seen: Mapping[int, float]
+    """Index of each prompt that was sampled -> mean reward of its group as it was drawn, before any shaping."""
+
+    def outcome(self) -> torch.Tensor:
+        """[2] float64 (sum of the groups' mean rewards, number of groups) as sampled: what phase one may know of them."""
+        return torch.tensor([sum(self.seen.values()), len(self.seen)], dtype=torch.float64)
 
     def kept(self) -> tuple[list[Group], list[Credit]]:
         """The groups that enter the update, with their credits."""
@@ -44,24 +51,21 @@ def collect(run: Run, leader: Leader, step: int, clock: Stopwatch) -> Experience
     credits: list[Credit] = []
     trained: list[bool] = []
     tally = Tally()
+    seen: dict[int, float] = {}
+    drawn: list[Verdicts] = []
     for round in range(1 + run.options.refill):
         prompts = leader.sampler.share(step, run.topology.replica, round)
         if sum(trained) >= wanted or not prompts:
             break
         with clock("generate"):
-            sampled = generate_groups(
-                leader.engine,
-                [leader.prompts.prompts[i] for i in prompts],
-                group_size=run.config.rollout.group_size,
-                max_new_tokens=run.config.rollout.max_new_tokens,
-                sampling=leader.sampling,
-                decode=leader.decode,
-                run_seed=run.config.run.seed,
-                step=step,
-            )
+            sampled = leader.rollouts.take(step, round)
+        tally.add_all(leader.rollouts.take_metrics())
         with clock("verify"):
             judged = leader.pool.score(sampled)
             tally.add_all({name: float(n) for name, n in leader.pool.counts.items()})
+        drawn += judged
+        seen |= {i: float(verdict.rewards_G.mean()) for i, verdict in zip(prompts, judged, strict=True)}
+        sampled, judged = _transformed(run, leader, prompts, sampled, judged)
         paid = _credit(run, leader, sampled, judged, clock, tally)
         for credit in paid:
             room = sum(trained) < wanted
@@ -74,8 +78,23 @@ def collect(run: Run, leader: Leader, step: int, clock: Stopwatch) -> Experience
         verdicts=tuple(verdicts),
         credits=tuple(credits),
         trained=tuple(trained),
-        tally=_describe(run, groups, verdicts, credits, trained, tally),
+        tally=_describe(run, step, groups, drawn, credits, trained, tally),
+        seen=seen,
     )
+
+
+def _transformed(
+    run: Run, leader: Leader, prompts: Sequence[int], groups: list[Group], verdicts: list[Verdicts]
+) -> tuple[list[Group], list[Verdicts]]:
+    """The groups that are credited, where the method replaces rollouts."""
+    transform = run.method.transform
+    if transform is None:
+        return groups, verdicts
+    changed = [
+        transform(group, verdict, leader.reference_rollout(i, run.config.rollout.max_new_tokens), run.options)
+        for i, group, verdict in zip(prompts, groups, verdicts, strict=True)
+    ]
+    return [group for group, _ in changed], [verdict for _, verdict in changed]
 
 
 def _credit(
@@ -84,18 +103,32 @@ def _credit(
     lengths = [_lengths(group) for group in groups]
     rewards = [_shaped(run, group, verdict) for group, verdict in zip(groups, verdicts, strict=True)]
     embeddings: list[torch.Tensor | None] = [None] * len(groups)
-    if "embeddings" in run.needs:
+    if run.needs & EMBEDDING_NEEDS:
         assert leader.encoder is not None, "got no encoder, expected one for a method that compares embeddings"
         with clock("embed"):
-            embeddings = embed_groups(leader.encoder, groups, rewards, span=run.config.embed.span)
+            embeddings = embed_groups(leader.encoder, groups, _embedded(run, rewards), span=run.config.embed.span)
             tally.add_all({**leader.encoder.take_metrics(), **cosine_metrics(embeddings)})
     with clock("credit"):
         return [
             run.method.credit(
-                CreditInputs(rewards_G=rewards_G, embeddings_GD=embeddings_GD, lengths_G=lengths_G), run.options
+                CreditInputs(
+                    rewards_G=rewards_G, embeddings_GD=embeddings_GD, lengths_G=lengths_G, logprobs_G=_logprobs(group)
+                ),
+                run.options,
             )
-            for rewards_G, embeddings_GD, lengths_G in zip(rewards, embeddings, lengths, strict=True)
+            for group, rewards_G, embeddings_GD, lengths_G in zip(groups, rewards, embeddings, lengths, strict=True)
         ]
+
+
+def _embedded(run: Run, rewards: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Per group [G], not 0 for the rollouts whose embedding the credit may look at."""
+    if "all_embeddings" in run.needs:
+        return [torch.ones_like(rewards_G) for rewards_G in rewards]
+    return rewards
+
+
+def _logprobs(group: Group) -> torch.Tensor:
+    return torch.tensor([float(r.logprobs.sum(dtype="float64")) for r in group.rollouts], dtype=torch.float64)
 
 
 def _lengths(group: Group) -> torch.Tensor:
@@ -109,6 +142,7 @@ def _shaped(run: Run, group: Group, verdict: Verdicts) -> torch.Tensor:
 
 def _describe(
     run: Run,
+    step: int,
     groups: list[Group],
     verdicts: list[Verdicts],
     credits: list[Credit],
@@ -124,16 +158,18 @@ def _describe(
         tally.add("credit/trained_groups_share", float(kept))
         tally.add("credit/advantage_abs_mean", float(credit.advantages_G.abs().mean()))
         tally.add_all(credit.metrics, prefix="credit/")
+        if run.config.rollout.max_policy_lag:
+            tally = tally.merge([staleness(group, step, run.config.rollout.max_policy_lag)])
     return tally
 
 
 def embedded_texts(run: Run, experience: Experience) -> list[list[str | None]]:
     """Per group and rollout the text whose embedding its credit used, None where the cost rule spared it."""
-    if "embeddings" not in run.needs:
+    if not run.needs & EMBEDDING_NEEDS:
         return [[None] * len(group.rollouts) for group in experience.groups]
     texts: list[list[str | None]] = []
     for group, verdict in zip(experience.groups, experience.verdicts, strict=True):
-        rewarded_G = _shaped(run, group, verdict) != 0
+        rewarded_G = _embedded(run, [_shaped(run, group, verdict)])[0] != 0
         used_G = rewarded_G & (rewarded_G.sum() >= 2)
         texts.append(
             [

@@ -14,13 +14,15 @@ from megatron_gcpo.cluster.deadline import Watch
 from megatron_gcpo.cluster.platform import Platform
 from megatron_gcpo.collect import embedded_texts
 from megatron_gcpo.config.records import Config
+from megatron_gcpo.contract.check import check_contract
 from megatron_gcpo.evaluate import measure, summarize_evals
 from megatron_gcpo.observe.progress import ProgressBar
 from megatron_gcpo.observe.report import StepReport, step_metrics
 from megatron_gcpo.observe.rollouts import drop_rollouts_after, write_rollouts
 from megatron_gcpo.observe.sinks import Sink, open_sinks
 from megatron_gcpo.observe.summary import Summary, print_summary
-from megatron_gcpo.policy import checkpoint
+from megatron_gcpo.policy import checkpoint, export
+from megatron_gcpo.reshard.check import NO_LIMIT
 from megatron_gcpo.resume import check_continuation, find_checkpoint
 from megatron_gcpo.rollout import generate_groups
 from megatron_gcpo.run import Run, assemble
@@ -47,11 +49,12 @@ def train(run: Run) -> None:
     """Go on from the newest complete checkpoint up to the configured number of steps."""
     settings, steps, console = run.config, run.config.run.steps, Console()
     summary = _resume(run)
-    with run.watch.phase("push"):
-        run.push(run.starting_probe(), version=summary.step)
+    _hand_over(run, summary.step)
     sinks = _open(run, summary)
     if summary.before is None and settings.evaluate.at_start:
         summary = replace(summary, before=evaluate(run))
+    if run.leader is not None:
+        run.leader.rollouts.begin(summary.step)
     with ProgressBar(
         settings.run.name, steps, summary.step, console, run.is_first and settings.observe.progress
     ) as bar:
@@ -67,6 +70,9 @@ def train(run: Run) -> None:
             bar.advance(summary.step, metrics)
             if summary.step % settings.checkpoint.every == 0 or last:
                 _save(run, summary)
+            exports = settings.checkpoint.export_hf_every
+            if exports and (summary.step % exports == 0 or last):
+                _export(run, summary.step)
     if settings.evaluate.at_end:
         summary = replace(summary, after=evaluate(run))
         _write(sinks, steps, {f"eval/{name}": value for name, value in (summary.after or {}).items()})
@@ -92,17 +98,19 @@ def evaluate(run: Run) -> dict[str, float]:
         if leader is None:
             return {}
         assert leader.heldout is not None, "got no held-out prompts, expected those of data.heldout"
-        groups = generate_groups(
-            leader.engine,
-            leader.heldout.prompts[run.topology.replica :: run.topology.num_replicas],
-            group_size=settings.evaluate.samples,
-            max_new_tokens=settings.rollout.max_new_tokens,
-            sampling=replace(leader.sampling, temperature=settings.evaluate.temperature, top_k=0, top_p=1.0),
-            decode=leader.decode,
-            run_seed=settings.run.seed,
-            step=0,
-            stream="evaluate",
-        )
+        sampling = replace(leader.sampling, temperature=settings.evaluate.temperature, top_k=0, top_p=1.0, min_p=0.0)
+        with leader.rollouts.exclusive():
+            groups = generate_groups(
+                leader.engine,
+                leader.heldout.prompts[run.topology.replica :: run.topology.num_replicas],
+                group_size=settings.evaluate.samples,
+                max_new_tokens=settings.rollout.max_new_tokens,
+                sampling=sampling,
+                decode=leader.decode,
+                run_seed=settings.run.seed,
+                step=0,
+                stream="evaluate",
+            )
         label = leader.strategy_of
         records = measure(
             groups,
@@ -119,6 +127,17 @@ def evaluate(run: Run) -> dict[str, float]:
     return dict(summarize_evals([record for records in gathered for record in records], settings.evaluate.ks).metrics)
 
 
+def _hand_over(run: Run, version: int) -> None:
+    """The engine gets its first weights, and must be found to say what the trainer says."""
+    rl = run.config.run.stage == "rl"
+    with run.watch.phase("push"):
+        # the contract compares more than a push does, and says what is wrong
+        run.push(run.starting_probe(), version=version, limit=NO_LIMIT if rl else None)
+    if rl:
+        with run.watch.phase("compare trainer and engine"):
+            check_contract(run)
+
+
 def _resume(run: Run) -> Summary:
     """Where the run stands: the newest complete checkpoint's summary, or a new one; the actor holds its state."""
     data = run.topology.broadcast_object_to_all(run.leader.prompts.fingerprint() if run.leader else None)
@@ -127,6 +146,7 @@ def _resume(run: Run) -> Summary:
         return Summary(data=data)
     with run.watch.phase("resume"):
         summary = Summary(**checkpoint.load(newest, run.actor))
+    run.restore(summary.method_state)
     check_continuation(run.config, run.folder, summary, data)
     return summary
 
@@ -134,11 +154,19 @@ def _resume(run: Run) -> Summary:
 def _save(run: Run, summary: Summary) -> None:
     with run.watch.phase("checkpoint"):
         keep = run.config.checkpoint.keep_last
-        checkpoint.save(run.folder, run.actor, summary.to_json(), step=summary.step, keep_last=keep)
+        state = replace(summary, method_state=run.method_state()).to_json()
+        checkpoint.save(run.folder, run.actor, state, step=summary.step, keep_last=keep)
     if run.leader is not None and run.leader.encoder is not None:
         # A run that resumes here remembers no embedding, and one that goes on must do the same arithmetic: the last
         # bits of an embedding depend on the texts it is computed with.
         run.leader.encoder.forget()
+
+
+def _export(run: Run, step: int) -> None:
+    settings, tokenizer = run.config, run.leader.tokenizer if run.leader else None
+    with run.watch.phase("export"):
+        merged = settings.checkpoint.export_merged
+        export.export(run.folder, run.actor, settings.model, tokenizer, step=step, merged=merged)
 
 
 def _open(run: Run, summary: Summary) -> list[Sink]:

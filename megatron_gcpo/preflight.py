@@ -13,10 +13,11 @@ from megatron_gcpo.cluster.grid import num_replicas, rank_grid, world_size
 from megatron_gcpo.cluster.platform import install
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.data import PromptSampler, PromptSet, RowSampler, load_prompts, load_tokenizer
-from megatron_gcpo.methods import MethodOptions, resolve
+from megatron_gcpo.methods import MethodOptions, check_run, resolve
 from megatron_gcpo.observe.summary import Summary
 from megatron_gcpo.policy import manifest
 from megatron_gcpo.policy.hf_config import check_layout, complete_model, read_hf_config
+from megatron_gcpo.policy.source import find_foreign
 from megatron_gcpo.resume import check_continuation, find_checkpoint
 from megatron_gcpo.rollout.engine import check_fits
 from megatron_gcpo.verify.table import create
@@ -31,16 +32,25 @@ def preflight(config: Config, folder: Path, *, starts_now: bool = True) -> None:
     Raises:
         ValueError: what is wrong and which field to change.
     """
-    _, options = resolve(config.method)
+    method, options = resolve(config.method)
+    if config.run.stage == "rl":
+        check_run(method, options, config)
     _check_overlong(options, config.rollout.max_new_tokens)
     create(config.verify.name, config.verify.options)
     checkpoint = find_checkpoint(config, folder)
     tokenizer = load_tokenizer(config.model, config.data.train)
     hf_config = read_hf_config(complete_model(config.model, tokenizer))
-    check_layout(hf_config, config.cluster)
+    check_layout(hf_config, config.cluster, config.model.megatron)
     start = config.model.start_from if starts_now else None
-    for path in filter(None, (checkpoint, manifest.resolve_start(start) if start else None)):
-        manifest.check_model(manifest.read(path), hf_config, path)
+    if checkpoint is not None:
+        found = manifest.read(checkpoint)
+        manifest.check_model(found, hf_config, checkpoint)
+        manifest.check_lora(found, config.model.lora, checkpoint)
+    if start is not None and find_foreign(start) is None:
+        path = manifest.resolve_start(start)
+        found = manifest.read(path)
+        manifest.check_model(found, hf_config, path)
+        manifest.check_start(found, config.model.lora, path)
     prompts = load_prompts(config.data.train, config.data, tokenizer)
     if checkpoint is not None:
         check_continuation(config, folder, Summary(**manifest.read_extra(checkpoint)), prompts.fingerprint())

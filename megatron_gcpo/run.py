@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_gcpo.cluster.deadline import Watch
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.credit.tokens import demonstration_batch
-from megatron_gcpo.data import PromptSampler, PromptSet, RowSampler, load_prompts, load_tokenizer, make_task
+from megatron_gcpo.data import (
+    CurriculumSampler,
+    PromptSampler,
+    PromptSet,
+    RowSampler,
+    load_prompts,
+    load_tokenizer,
+    make_sampler,
+    make_task,
+)
 from megatron_gcpo.embed import Encoder
 from megatron_gcpo.loss import nll
-from megatron_gcpo.methods import Method, MethodOptions, Need, resolve
+from megatron_gcpo.loss.correction import correct
+from megatron_gcpo.methods import (
+    EMBEDDING_NEEDS,
+    Memory,
+    Method,
+    MethodOptions,
+    Need,
+    Scope,
+    check_run,
+    prepare,
+    resolve,
+)
 from megatron_gcpo.policy.actor import Actor
 from megatron_gcpo.policy.build import build
 from megatron_gcpo.policy.hf_config import complete_model
 from megatron_gcpo.policy.options import DTYPES
 from megatron_gcpo.policy.reference import Reference
-from megatron_gcpo.reshard.check import default_gap_limit
+from megatron_gcpo.reshard.check import GapLimit, default_gap_limit
+from megatron_gcpo.reshard.pusher import Pusher
 from megatron_gcpo.reshard.verified import verified_push
-from megatron_gcpo.rollout import RolloutEngine, Sampling
-from megatron_gcpo.rollout.transformers_engine import TransformersEngine
+from megatron_gcpo.rollout import RolloutEngine, Sampling, generate_groups
+from megatron_gcpo.rollout.background import Background, Rollouts, Synchronous
+from megatron_gcpo.rollout.build import make_engine
 from megatron_gcpo.seeds import seed_libraries
-from megatron_gcpo.types import TokenBatch, TokenStats
+from megatron_gcpo.types import Group, Rollout, TokenBatch, TokenStats
 from megatron_gcpo.verify.pool import VerifierPool
 
 
@@ -38,8 +62,10 @@ class Leader:
     tokenizer: Any
     prompts: PromptSet
     heldout: PromptSet | None
-    sampler: PromptSampler
+    sampler: PromptSampler | CurriculumSampler
     engine: RolloutEngine
+    rollouts: Rollouts
+    """Draws the groups of the steps with ``engine``, maybe ahead of time."""
     sampling: Sampling
     pool: VerifierPool
     encoder: Encoder | None
@@ -49,6 +75,26 @@ class Leader:
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def reference_rollout(self, prompt: int, max_new_tokens: int) -> Rollout | None:
+        """The prompt's worked solution of largest weight as if it had been sampled; no engine drew it: log-probs are NaN.
+
+        None when there is none, or none that fits max_new_tokens.
+        """
+        texts, weights = self.prompts.demonstrations(prompt), self.prompts.demonstration_weights_P[prompt]
+        if not texts:
+            return None
+        text = texts[max(range(len(texts)), key=lambda i: weights[i])]
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        if len(ids) > max_new_tokens:
+            return None
+        return Rollout(
+            token_ids=np.asarray(ids, dtype=np.int64),
+            logprobs=np.full(len(ids), np.nan, dtype=np.float32),
+            text=text,
+            finish_reason="stop",
+            versions_T=np.full(len(ids), self.engine.policy_version, dtype=np.int32),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +106,7 @@ class Run:
     topology: Topology
     watch: Watch
     actor: Actor
+    pusher: Pusher
     reference: Reference | None
     """The starting policy, when the method keeps close to it."""
     method: Method
@@ -67,6 +114,8 @@ class Run:
     leader: Leader | None
     rows: RowSampler | None
     """Stage sft: which demonstrations a step takes (leaders only)."""
+    memory: Memory = field(default_factory=Memory)
+    """Of the method's controllers, the same on every rank."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -76,7 +125,8 @@ class Run:
     def needs_old_logprobs(self) -> bool:
         """A pass before the first update; without it the current log-probs stand in, which is exact for one update."""
         train = self.config.train
-        return train.mini_batches > 1 or train.old_logprobs == "always" or "old_logprobs" in self.needs
+        wanted = "old_logprobs" in self.needs or self.config.correction_kind != "none"
+        return train.mini_batches > 1 or train.old_logprobs == "always" or wanted
 
     @property
     def reduce(self) -> str:
@@ -84,13 +134,24 @@ class Run:
         return self.options.loss.reduce if self.config.run.stage == "rl" else "token_mean"
 
     @property
+    def gap_limit(self) -> GapLimit:
+        """What the log-probs of trainer and engine may differ by."""
+        rollout = self.config.rollout
+        if rollout.max_logprob_gap is not None:
+            return GapLimit(max=rollout.max_logprob_gap, mean=rollout.max_logprob_gap)
+        return default_gap_limit(DTYPES[rollout.dtype or self.config.model.dtype], rollout.quantization)
+
+    @property
     def is_first(self) -> bool:
         """True on the one rank that writes and prints."""
         return self.topology.rank == 0
 
     def close(self) -> None:
-        """End the verifier's workers."""
+        """End what draws, what pushes and what verifies."""
+        self.pusher.close()
         if self.leader is not None:
+            self.leader.rollouts.close()
+            self.leader.engine.close()
             self.leader.pool.close()
 
     def starting_probe(self) -> TokenBatch:
@@ -113,18 +174,89 @@ class Run:
             pairs.append((prompts.prompts[prompt].token_ids, [*ids, tokenizer.eos_token_id]))
         return pairs
 
-    def push(self, probe: TokenBatch, version: int | None = None) -> dict[str, float] | None:
-        """Give the engine the policy's weights and check them on ``probe``; collective (reshard.verified)."""
+    @property
+    def engine_rests(self) -> bool:
+        """Whether the engine shares the trainer's devices, and gives memory back from a step's rollouts to its push."""
         rollout = self.config.rollout
-        limit = default_gap_limit(DTYPES[rollout.dtype or self.config.model.dtype])
-        return verified_push(
-            self.actor,
-            self.leader.engine if self.leader else None,
-            probe,
-            temperature=rollout.temperature,
-            max_gap=limit if rollout.max_logprob_gap is None else rollout.max_logprob_gap,
-            version=version,
+        return rollout.engine == "vllm" and rollout.vllm.sleep_level > 0 and rollout.max_policy_lag == 0
+
+    def rest_engine(self) -> None:
+        """Nothing more is drawn until the next push, which wakes the engine."""
+        if self.leader is not None and self.engine_rests:
+            self.leader.engine.sleep()
+
+    def push(
+        self, probe: TokenBatch, version: int | None = None, *, limit: GapLimit | None = None
+    ) -> dict[str, float] | None:
+        """Give the engine the policy's weights and check them on ``probe``; collective (reshard.verified).
+
+        limit: None for ``gap_limit``.
+        """
+        with self.leader.rollouts.updating(version) if self.leader else nullcontext():
+            if self.leader is not None and self.engine_rests:
+                self.leader.engine.wake()
+            return verified_push(
+                self.actor,
+                self.pusher,
+                self.leader.engine if self.leader else None,
+                probe,
+                temperature=self.config.rollout.temperature,
+                limit=self.gap_limit if limit is None else limit,
+                version=version,
+            )
+
+    def prepare(
+        self, batch: TokenBatch, stats: TokenStats | None, outcome: torch.Tensor, step: int
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """Phase one of the method's loss: (the batch with its constants, metrics). Collective over replicas.
+
+        outcome: collect.Experience.outcome of this replica.
+        """
+        scope = Scope(step=step, total_steps=self.config.run.steps, sum=self.topology.sum_over_replicas)
+        rewards, groups = self.topology.sum_over_replicas(outcome).tolist()
+        batch = replace(batch, scalars={"accuracy": rewards / max(groups, 1)})
+        batch, states, metrics = prepare(self.method, self.options, batch, stats, self.memory.states, scope)
+        self.memory.states = states
+        return batch, metrics
+
+    def correct(self, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
+        """(the batch with its train/rollout correction, what was seen of the gap). Collective over replicas.
+
+        Without a pass of the old policy nothing is known of the gap before the update, and nothing is corrected.
+        """
+        if batch.old_logprobs_T is None:
+            return batch, {}
+        low, high = self.config.correction_bounds
+        return correct(
+            batch,
+            self.config.correction_kind,
+            low=low,
+            high=high,
+            kappa=self.config.correction.kappa,
+            sum_over_replicas=self.topology.sum_over_replicas,
         )
+
+    def learn_from(self, seen: Mapping[int, float]) -> None:
+        """Tell a sampler that learns what each prompt's group was worth. Collective over the leaders."""
+        assert self.leader is not None, "got a rank without text, expected the leader"
+        sampler = self.leader.sampler
+        if isinstance(sampler, CurriculumSampler):
+            tally_2P = self.topology.sum_over_replicas(torch.from_numpy(sampler.tally(seen)))
+            sampler.update(tally_2P.numpy())
+
+    def method_state(self) -> dict[str, Any]:
+        """JSON-able: what the method's controllers and, on leaders, the sampler remember."""
+        sampler = None if self.leader is None else self.leader.sampler
+        return {
+            "controllers": self.memory.states,
+            "sampler": sampler.state() if isinstance(sampler, CurriculumSampler) else {},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``method_state()`` of rank 0."""
+        self.memory.states = dict(state.get("controllers", {}))
+        if self.leader is not None and isinstance(self.leader.sampler, CurriculumSampler):
+            self.leader.sampler.load(state.get("sampler", {}))
 
     def token_loss(self, stats: TokenStats, batch: TokenBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """The method's loss per token, with the metrics every run reports."""
@@ -132,6 +264,8 @@ class Run:
             loss_T, metrics = nll(stats.logprobs_T)
             return loss_T, {**metrics, "entropy": stats.entropy_T.detach()}
         loss_T, metrics = self.method.token_loss(stats, batch, self.options)
+        if batch.correction_T is not None:
+            loss_T = batch.correction_T * loss_T
         assert batch.rollout_logprobs_T is not None, "got rollouts without log-probs, expected the engine's"
         gap_T = (stats.logprobs_T.detach() - batch.rollout_logprobs_T) * batch.mask_T
         return loss_T, {**metrics, "entropy": stats.entropy_T.detach(), "rollout_logprob_gap": gap_T.abs()}
@@ -141,13 +275,21 @@ def assemble(config: Config, topology: Topology, watch: Watch, folder: Path) -> 
     """Build every part; collective over all ranks. The cheap parts come first, so that their errors come early."""
     seed_libraries(config.run.seed)
     method, options = resolve(config.method)
+    if config.run.stage == "rl":
+        check_run(method, options, config)
     tokenizer = load_tokenizer(config.model, config.data.train)
     model = complete_model(config.model, tokenizer)
     leads = topology.is_leader
     prompts = load_prompts(config.data.train, config.data, tokenizer) if leads else None
     policy = build(model, config.cluster, topology.platform, seed=config.run.seed, ddp=config.train.ddp)
-    temperature, updates = config.rollout.temperature, config.total_updates
-    actor = Actor(policy, topology, config.train, temperature=temperature, total_updates=updates)
+    actor = Actor(
+        policy,
+        topology,
+        config.train,
+        temperature=config.rollout.temperature,
+        total_updates=config.total_updates,
+        router_replay=config.rollout.router_replay and config.run.stage == "rl",
+    )
     needs = method.needs_for(options) if config.run.stage == "rl" else frozenset()
     rows = None
     if prompts is not None and config.run.stage == "sft":
@@ -163,16 +305,25 @@ def assemble(config: Config, topology: Topology, watch: Watch, folder: Path) -> 
         topology=topology,
         watch=watch,
         actor=actor,
+        pusher=Pusher(actor, topology, config.rollout.push, folder / "push"),
         reference=Reference(actor) if "ref_logprobs" in needs else None,
         method=method,
         options=options,
-        leader=None if prompts is None else _leader(config, topology, tokenizer, prompts, policy.hf_config, needs),
+        leader=(
+            None if prompts is None else _leader(config, topology, tokenizer, prompts, policy.hf_config, needs, options)
+        ),
         rows=rows,
     )
 
 
 def _leader(
-    config: Config, topology: Topology, tokenizer: Any, prompts: PromptSet, hf_config: Any, needs: frozenset[Need]
+    config: Config,
+    topology: Topology,
+    tokenizer: Any,
+    prompts: PromptSet,
+    hf_config: Any,
+    needs: frozenset[Need],
+    options: MethodOptions,
 ) -> Leader:
     rollout = config.rollout
     heldout = None if config.data.heldout is None else load_prompts(config.data.heldout, config.data, tokenizer)
@@ -180,15 +331,14 @@ def _leader(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         stop_token_ids=(tokenizer.eos_token_id, *rollout.stop_token_ids),
     )
-    engine = TransformersEngine(
-        hf_config,
-        device=topology.platform.device,
-        dtype=DTYPES[rollout.dtype or config.model.dtype],
-        max_batch_rows=rollout.max_batch_rows,
+    engine = make_engine(
+        config, hf_config, topology.platform, replica=topology.replica, num_replicas=topology.num_replicas
     )
-    sampler = PromptSampler(
+    sampler = make_sampler(
+        options.sampler,
         num_prompts=len(prompts),
         prompts_per_step=rollout.prompts_per_step,
         seed=config.run.seed,
@@ -200,11 +350,40 @@ def _leader(
         heldout=heldout,
         sampler=sampler,
         engine=engine,
+        rollouts=_rollouts(config, topology.replica, prompts, sampler, engine, sampling, tokenizer),
         sampling=sampling,
         pool=VerifierPool(config.verify),
-        encoder=Encoder(config.embed, topology.platform.device) if "embeddings" in needs or heldout else None,
+        encoder=Encoder(config.embed, topology.platform.device) if needs & EMBEDDING_NEEDS or heldout else None,
         strategy_of=_strategy_of(config),
     )
+
+
+def _rollouts(
+    config: Config,
+    replica: int,
+    prompts: PromptSet,
+    sampler: PromptSampler | CurriculumSampler,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    tokenizer: Any,
+) -> Rollouts:
+    rollout = config.rollout
+
+    def draw(step: int, round: int) -> list[Group]:
+        return generate_groups(
+            engine,
+            [prompts.prompts[i] for i in sampler.share(step, replica, round)],
+            group_size=rollout.group_size,
+            max_new_tokens=rollout.max_new_tokens,
+            sampling=sampling,
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+            run_seed=config.run.seed,
+            step=step,
+        )
+
+    if rollout.max_policy_lag == 0 or config.run.stage != "rl":
+        return Synchronous(draw=draw)
+    return Background(draw, engine, max_lag=rollout.max_policy_lag, num_steps=config.run.steps)
 
 
 def _strategy_of(config: Config) -> Callable[[str], str | None] | None:

@@ -46,12 +46,21 @@ def permutation(size: int, seed: int) -> np.ndarray:
     Ranks of splitmix64 outputs (a bijection of the counter, hence no ties), so that the order does not change with the
     version of numpy or Python, whose own shuffles promise no stability. The i-th key does not depend on ``size``.
     """
+    return np.argsort(_keys(size, seed), kind="stable").astype(np.int64)
+
+
+def uniforms(size: int, seed: int) -> np.ndarray:
+    """[size] float64 in [0, 1) that depend on (place, seed) alone."""
+    return (_keys(size, seed) >> np.uint64(11)).astype(np.float64) / 2**53
+
+
+def _keys(size: int, seed: int) -> np.ndarray:
+    """[size] uint64, the i-th output of splitmix64 from this seed."""
     with np.errstate(over="ignore"):
         keys = np.uint64(seed) + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        keys = keys ^ (keys >> np.uint64(31))
-    return np.argsort(keys, kind="stable").astype(np.int64)
+        return keys ^ (keys >> np.uint64(31))
 
 
 def unit(seed: int) -> float:

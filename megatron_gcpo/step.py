@@ -8,33 +8,45 @@ import torch
 
 from megatron_gcpo.collect import collect
 from megatron_gcpo.credit.tokens import demonstration_batch, probe_batch, rollout_batch
+from megatron_gcpo.methods import without_unsampled
 from megatron_gcpo.observe.report import StepReport
 from megatron_gcpo.observe.timers import Stopwatch
 from megatron_gcpo.policy.scale import weights
 from megatron_gcpo.run import Run
-from megatron_gcpo.types import TokenBatch
+from megatron_gcpo.types import TokenBatch, TokenStats, joined
 
 
 def train_step(run: Run, step: int) -> StepReport:
     """One step of reinforcement learning."""
     clock = Stopwatch(run.watch)
     experience = collect(run, run.leader, step, clock) if run.leader else None
-    sent = (rollout_batch(*experience.kept()), probe_batch(experience.groups)) if experience else None
+    run.rest_engine()
+    sent = None
+    if experience is not None:
+        run.learn_from(experience.seen)
+        sent = (rollout_batch(*experience.kept()), probe_batch(experience.groups), experience.outcome())
 
     with run.watch.phase("receive the batch"):  # tensors only, and only inside the replica
-        batch, probe = run.topology.broadcast_object(sent)
-    parts = [_weigh(run, part) for part in _mini_batches(batch, run.config.train.mini_batches)]
+        batch, probe, outcome = run.topology.broadcast_object(sent)
     with clock("logprobs"):
-        if run.needs_old_logprobs:
-            parts = [replace(part, old_logprobs_T=run.actor.logprobs(part).logprobs_T) for part in parts]
-        if run.reference:
-            parts = [replace(part, ref_logprobs_T=run.reference.logprobs(part).logprobs_T) for part in parts]
+        batch, stats = _score(run, batch)
+    with clock("prepare"):  # what couples a group or the batch becomes constants; a micro-batch sees only some rows
+        batch, prepared = run.prepare(batch, stats, outcome, step)
+        batch, corrected = run.correct(batch)
+    parts = [_weigh(run, part) for part in _mini_batches(batch, run.config.train.mini_batches)]
     with clock("update"):
         updates = [run.actor.update(part, run.token_loss) for part in parts]
     with clock("push"):
         pushed = run.push(probe, version=step + 1)
     return StepReport(
-        step=step, clock=clock, experience=experience, updates=updates, pushed=pushed, num_tokens=len(batch.tokens_T)
+        step=step,
+        clock=clock,
+        experience=experience,
+        prepared=prepared,
+        corrected=corrected,
+        updates=updates,
+        pushed=pushed,
+        num_tokens=len(batch.tokens_T),
     )
 
 
@@ -49,6 +61,22 @@ def sft_step(run: Run, step: int) -> StepReport:
     return StepReport(
         step=step, clock=clock, experience=None, updates=updates, pushed=None, num_tokens=len(batch.tokens_T)
     )
+
+
+def _score(run: Run, batch: TokenBatch) -> tuple[TokenBatch, TokenStats | None]:
+    """The batch with the log-probabilities of the old and the reference policy, and all statistics of the old one.
+
+    Part by part as the updates will see it: the same micro-batches, so that the first update's ratio is exactly 1.
+    """
+    parts = _mini_batches(batch, run.config.train.mini_batches)
+    stats = None
+    if run.needs_old_logprobs:
+        moments = "second_moments" in run.needs
+        stats = joined([run.actor.logprobs(part, second_moments=moments) for part in parts])
+        batch = replace(batch, old_logprobs_T=stats.logprobs_T)
+    if run.reference:
+        batch = replace(batch, ref_logprobs_T=joined([run.reference.logprobs(part) for part in parts]).logprobs_T)
+    return without_unsampled(batch), stats
 
 
 def _weigh(run: Run, batch: TokenBatch) -> TokenBatch:

@@ -12,7 +12,7 @@ Shape letters used in names throughout the package:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -50,6 +50,8 @@ class Rollout:
     """"stop" (a stop token was drawn) or "length" (max_new_tokens reached)."""
     versions_T: np.ndarray
     """[T] int32 policy version (number of weight pushes, one per step) that drew each token; non-decreasing."""
+    routed_experts: np.ndarray | None = None
+    """[prompt + T, layers, k] int16, -1 where unknown: as in rollout.engine.Sample; None unless the engine records it."""
 
     @property
     def policy_version(self) -> int:
@@ -85,6 +87,8 @@ class CreditInputs:
     """[G, D] float32 unit rows, zero rows for rollouts that were not embedded; None unless the method needs them."""
     lengths_G: torch.Tensor
     """[G] int64 completion lengths in tokens."""
+    logprobs_G: torch.Tensor | None = None
+    """[G] float64 log-probability of each completion under the distribution it was drawn from, summed over its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +127,16 @@ class TokenBatch:
     """[T] float32 from the rollout engine."""
     old_logprobs_T: torch.Tensor | None = None
     """[T] float32 from the trainer before the first update of the step; None: the current ones, detached."""
+    correction_T: torch.Tensor | None = None
+    """[T] float32 constants that multiply the token loss: train/rollout correction (loss.correction); None: 1 everywhere."""
     ref_logprobs_T: torch.Tensor | None = None
     """[T] float32 from the reference policy, when a KL term wants it."""
+    old_kl_coef_T: torch.Tensor | None = None
+    """[T] float32 weight of |log pi - log old| in the token's loss, when a method holds single tokens back."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """Constants of the whole step, the same on every replica, e.g. {"kl_coef": 0.01} (methods.prepare)."""
+    routed_experts_T: torch.Tensor | None = None
+    """[T, layers, k] int16 experts that the rollout engine sent each token to; -1: unknown, the trainer's router decides."""
 
     @property
     def num_rows(self) -> int:
@@ -146,7 +158,7 @@ class TokenBatch:
         rows_N = torch.as_tensor(rows, dtype=torch.int64)
         cu = torch.zeros(len(rows_N) + 1, dtype=torch.int64)
         cu[1:] = self.lengths_N[rows_N].cumsum(0)
-        return TokenBatch(cu_seqlens_N1=cu, group_N=self.group_N[rows_N], **picked)
+        return TokenBatch(cu_seqlens_N1=cu, group_N=self.group_N[rows_N], scalars=self.scalars, **picked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +169,16 @@ class TokenStats:
     """[T] float32 log pi(token | its past) at the rollout temperature; 0 on the first token of a row."""
     entropy_T: torch.Tensor
     """[T] float32 entropy (nats) of the distribution the token was drawn from; 0 on the first token of a row."""
+    sum_p2_T: torch.Tensor | None = None
+    """[T] float32 sum p^2 over the vocabulary at that place; None unless asked for."""
+    sum_p2_logp_T: torch.Tensor | None = None
+    """[T] float32 sum p^2 log p; None unless asked for."""
+
+
+def joined(parts: Sequence[TokenStats]) -> TokenStats:
+    """Statistics of consecutive parts of a batch as those of the whole."""
+    columns: dict[str, Any] = {f.name: [getattr(part, f.name) for part in parts] for f in fields(TokenStats)}
+    return TokenStats(**{name: None if values[0] is None else torch.cat(values) for name, values in columns.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

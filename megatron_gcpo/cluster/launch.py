@@ -60,6 +60,11 @@ class WorkerEnv:
     """Where failures are recorded in a local launch."""
 
 
+def inherited_environment() -> dict[str, str]:
+    """What this process was started with, to be handed on to programs that it starts."""
+    return dict(os.environ)
+
+
 def is_worker() -> bool:
     """True when a starter put this process in place as a rank; False for a plain command line."""
     return "RANK" in os.environ or _is_slurm_task()

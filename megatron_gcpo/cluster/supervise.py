@@ -36,7 +36,7 @@ def supervise(commands: Sequence[RankCommand], log_dir: Path) -> int:
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     failure.clear(log_dir, len(commands))
-    with _noted_signals() as received:
+    with noted_signals() as received:
         processes: dict[int, subprocess.Popen[Any]] = {}
         try:
             for command in commands:
@@ -95,7 +95,7 @@ def _end(processes: Mapping[int, subprocess.Popen[Any]], first: signal.Signals) 
 
 
 @contextlib.contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
+def noted_signals() -> Iterator[list[signal.Signals]]:
     """Ctrl-C and SIGTERM are noted instead of raised, so that no rank is forgotten half-way through a start."""
     received: list[signal.Signals] = []
     watched = (signal.SIGINT, signal.SIGTERM)

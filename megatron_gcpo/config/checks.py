@@ -76,6 +76,11 @@ def _lora(config: Config) -> Iterator[str]:
             f"model.lora.rank {lora.rank} cannot be cut over cluster.tensor_model_parallel_size {tp}: set it to "
             f"{-(-lora.rank // tp) * tp}"
         )
+    if "enable_lora" in config.rollout.vllm.options:
+        yield (
+            "rollout.vllm.options.enable_lora does not go with model.lora: every push merges the adapters into the weights, so "
+            "that the engine serves plain matrices; leave it out"
+        )
     if not lora.target_modules:
         yield f"model.lora.target_modules is empty: name some of {', '.join(LORA_TARGETS)}"
     inside = {name: target for target, names in LORA_TARGETS.items() for name in names}

@@ -8,7 +8,7 @@ of the recipe's piece from the same folder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     dotted = [item for item in overrides if item not in pieces]
     path = Path(recipe)
     try:
-        merged = OmegaConf.merge(_read(path, pieces), _overrides(dotted))
+        recipe_values = _read(path, {_folder(piece): piece for piece in pieces})
+        merged = OmegaConf.merge(recipe_values, _overrides(dotted))
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{recipe}: {_first_line(error)}") from None
@@ -53,8 +54,11 @@ def validate(values: dict[Any, Any], origin: str) -> Config:
     return config
 
 
-def _read(path: Path, replacements: Sequence[str] = (), inside: tuple[Path, ...] = ()) -> DictConfig:
-    """A file merged over the pieces of its ``defaults``; ``inside``: the files that led to it."""
+def _read(path: Path, replacements: Mapping[str, str], inside: tuple[Path, ...] = ()) -> DictConfig:
+    """A file merged over the pieces of its ``defaults``, with ``replacements`` (folder -> piece) in the place of theirs.
+
+    A replacement that takes no piece's place comes after all of them. inside: the files that led to this one.
+    """
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a recipe file in it")
     if not path.is_file():
@@ -67,18 +71,29 @@ def _read(path: Path, replacements: Sequence[str] = (), inside: tuple[Path, ...]
     if not isinstance(defaults, ListConfig | None):
         raise ValueError(f"{path}: defaults must be a list of pieces, e.g. [model/tiny_qwen3, method/gcpo]")
     merged = OmegaConf.create()
-    for name in _replace([str(name) for name in defaults or ()], replacements):
-        merged = OmegaConf.merge(merged, _read(_find_piece(name, path), inside=(*inside, path)))
+    for name in map(str, defaults or ()):
+        piece = _find_piece(replacements.get(_folder(name), name), path)
+        merged = OmegaConf.merge(merged, _read(piece, replacements, (*inside, path)))
+    if replacements and not inside:
+        known = _folders(map(str, defaults or ()), path)
+        for folder in (name for name in replacements if name not in known):
+            merged = OmegaConf.merge(merged, _read(_find_piece(replacements[folder], path), {}, (path,)))
     result = OmegaConf.merge(merged, own)
     assert isinstance(result, DictConfig)
     return result
 
 
-def _replace(defaults: Sequence[str], replacements: Sequence[str]) -> list[str]:
-    """The defaults with each replacement in the place of the piece from its folder, the others at the end."""
-    by_folder = {name.split("/")[0]: name for name in replacements}
-    names = [by_folder.get(name.split("/")[0], name) for name in defaults]
-    return [*names, *(name for name in by_folder.values() if name not in names)]
+def _folder(piece: str) -> str:
+    return piece.split("/")[0]
+
+
+def _folders(pieces: Iterable[str], recipe: Path) -> set[str]:
+    """Of these pieces, and of those that they are made of."""
+    found = set()
+    for piece in pieces:
+        inner = _read_yaml(_find_piece(piece, recipe)).get("defaults") or ()
+        found |= {_folder(piece), *_folders(map(str, inner), recipe)}
+    return found
 
 
 def _read_yaml(path: Path) -> DictConfig:

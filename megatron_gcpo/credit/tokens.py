@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ def rollout_batch(groups: Sequence[Group], credits: Sequence[Credit]) -> TokenBa
         for rollout, advantage in zip(group.rollouts, credit.advantages_G, strict=True)
     ]
     sizes = [len(group.rollouts) for group in groups]
-    return _batch(rows, torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
+    batch = _batch(rows, torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
+    return replace(batch, routed_experts_T=_routed_experts(groups))
 
 
 def demonstration_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int] | np.ndarray]]) -> TokenBatch:
@@ -51,3 +53,20 @@ def _batch(rows: Sequence[tuple[Sequence[int], np.ndarray, np.ndarray, float]], 
         group_N=group_N,
         rollout_logprobs_T=torch.from_numpy(logprobs_T),
     )
+
+
+def _routed_experts(groups: Sequence[Group]) -> torch.Tensor | None:
+    """[T, layers, k] int16, rollout after rollout, -1 for those that no engine drew; None unless an engine recorded any."""
+    rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    shapes = {r.routed_experts.shape[1:] for _, r in rollouts if r.routed_experts is not None}
+    if not shapes:
+        return None
+    assert len(shapes) == 1, f"got routing of shapes {sorted(shapes)}, expected one (layers, k)"
+    unknown_1Lk = np.full((1, *shapes.pop()), -1, np.int16)
+    routed = [
+        unknown_1Lk.repeat(len(prompt.token_ids) + len(r.token_ids), 0)
+        if r.routed_experts is None
+        else r.routed_experts
+        for prompt, r in rollouts
+    ]
+    return torch.from_numpy(np.concatenate(routed))

@@ -1,5 +1,6 @@
 """Prompts: where they come from (sources, tasks), how they are tokenized, and which ones a step takes (sampler)."""
 
+from megatron_gcpo.data.curriculum import CurriculumSampler, make_sampler
 from megatron_gcpo.data.records import BadRow, PromptSet
 from megatron_gcpo.data.sampler import PromptSampler, RowSampler
 from megatron_gcpo.data.sources import load_prompts
@@ -9,6 +10,7 @@ from megatron_gcpo.data.tokenizer import build_task_tokenizer, load_tokenizer
 __all__ = [
     "TASKS",
     "BadRow",
+    "CurriculumSampler",
     "PromptSampler",
     "PromptSet",
     "RowSampler",
@@ -16,5 +18,6 @@ __all__ = [
     "build_task_tokenizer",
     "load_prompts",
     "load_tokenizer",
+    "make_sampler",
     "make_task",
 ]

@@ -73,7 +73,7 @@ class PromptSampler:
 
     def share(self, step: int, replica: int, round: int = 0) -> tuple[int, ...]:
         """The part of ``select(step, round)`` that one replica works on: every num_replicas-th, from its own number."""
-        return _share(self.select(step, round), replica, self.num_replicas)
+        return share_of(self.select(step, round), replica, self.num_replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class RowSampler:
 
     def share(self, step: int, replica: int) -> tuple[tuple[int, int], ...]:
         """The part of ``select(step)`` that one replica trains on."""
-        return _share(self.select(step), replica, self.num_replicas)
+        return share_of(self.select(step), replica, self.num_replicas)
 
     def _row(self, position: int) -> tuple[int, int]:
         epoch, offset = divmod(position, len(self.weights_P))
@@ -136,7 +136,8 @@ def check_shares(field: str, count: int, num_replicas: int) -> None:
         )
 
 
-def _share[Row](rows: tuple[Row, ...], replica: int, num_replicas: int) -> tuple[Row, ...]:
+def share_of[Row](rows: tuple[Row, ...], replica: int, num_replicas: int) -> tuple[Row, ...]:
+    """The part of a step's rows that one replica works on: every num_replicas-th, from its own number."""
     assert 0 <= replica < num_replicas, f"got replica {replica}, expected 0 to {num_replicas - 1}"
     return rows[replica::num_replicas]
 

@@ -1,24 +1,33 @@
 """One small file per method, and the table of all of them."""
 
 from megatron_gcpo.methods.base import (
+    EMBEDDING_NEEDS,
     LossOptions,
     Method,
     MethodOptions,
     Need,
     OverlongOptions,
-    clipped_token_loss,
     has_signal,
 )
-from megatron_gcpo.methods.resolve import METHODS, resolve
+from megatron_gcpo.methods.composition import check_run
+from megatron_gcpo.methods.phase import Scope
+from megatron_gcpo.methods.prepare import Memory, prepare, without_unsampled
+from megatron_gcpo.methods.resolve import FAMILIES, METHODS, resolve
 
 __all__ = [
+    "EMBEDDING_NEEDS",
+    "FAMILIES",
     "METHODS",
     "LossOptions",
+    "Memory",
     "Method",
     "MethodOptions",
     "Need",
     "OverlongOptions",
-    "clipped_token_loss",
+    "Scope",
+    "check_run",
     "has_signal",
+    "prepare",
     "resolve",
+    "without_unsampled",
 ]

@@ -2,8 +2,7 @@
 
 GRPO has two biases that are not in policy gradients. Dividing an answer's loss by its own length makes long wrong
 answers cheap, and dividing advantages by the group's std overweighs questions that are nearly always or never solved.
-Dr.GRPO removes both divisions: A = r - mean r, and token losses are summed and divided by a constant. The rest is
-GRPO.
+Dr.GRPO removes both divisions: A = r - mean r, and token losses are summed and divided by a constant. The rest is GRPO.
 
 Ours to choose: the constant is rows x rollout.max_new_tokens, and the mean over rows is one global mean of the step.
 """
@@ -16,7 +15,7 @@ from megatron_gcpo.methods.base import (
     Method,
     MethodOptions,
     centred,
-    clipped_token_loss,
+    clipped_surrogate,
     penalized_rewards,
 )
 from megatron_gcpo.types import Credit, CreditInputs
@@ -27,7 +26,7 @@ class DrGrpoLoss(LossOptions):
 
 
 class DrGrpoOptions(MethodOptions):
-    loss: LossOptions = DrGrpoLoss()
+    loss: DrGrpoLoss = DrGrpoLoss()
 
 
 def credit(inputs: CreditInputs, options: MethodOptions) -> Credit:
@@ -39,8 +38,9 @@ METHOD = Method(
     name="dr_grpo",
     arxiv="2503.20783",
     summary="GRPO without dividing by the group's spread or by an answer's length",
+    evidence="paper; ours: the constant is rollout.max_new_tokens",
     options=DrGrpoOptions,
     credit=credit,
     shape_rewards=penalized_rewards,
-    token_loss=clipped_token_loss,
+    policy_loss=clipped_surrogate,
 )

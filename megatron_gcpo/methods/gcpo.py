@@ -5,11 +5,12 @@ semantic embeddings of its answers, so only answers that are correct and differe
 answer is paid its average marginal contribution to that volume in place of its own reward. Correct but redundant
 answers share one payment, which keeps the policy from collapsing onto a single way of solving.
 
-Our reconstruction, since formulas and code are not public: the volume is log det(I + L) of the kernel L_ij = c
-sqrt(r_i r_j) e_i.e_j; the average marginal contribution is the Shapley value; the advantage is (phi - mean phi) /
-(population std phi + 0.05 log(1 + c)); every choice is an option below. ``normalize: split`` (credit.advantage) keeps the
-accuracy of GRPO where the plain form loses some, and is what configs/method/gcpo.yaml trains with. The token loss is ours
-too: PPO's clipped surrogate with a mean over all tokens, and groups without signal are dropped.
+Our reconstruction, since formulas and code are not public: the volume is log det(I + L) of the kernel L_ij = c sqrt(r_i
+r_j) e_i.e_j; the average marginal contribution is the Shapley value; the advantage is (phi - mean phi) / (population
+std phi + 0.05 log(1 + c)); every choice is an option below. ``normalize: split`` (credit.advantage) keeps the accuracy
+of GRPO where the plain form loses some, and is what configs/method/gcpo.yaml trains with. The token loss is ours too:
+PPO's clipped surrogate with a mean over all tokens, and groups without signal are dropped. A reward scales a rollout's
+volume, so the overlong penalty stops at 0: a wrong rollout is a null player whatever its length.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_gcpo.credit.advantage import advantages_from_credits
 from megatron_gcpo.credit.options import CREDIT_FIELDS, MAX_EXACT_LIMIT, CreditOptions, Normalize, RewardMap, Value
 from megatron_gcpo.credit.shapley import divide
 from megatron_gcpo.credit.team import Team, build_team
-from megatron_gcpo.methods.base import Method, MethodOptions, clipped_token_loss, penalized_rewards
+from megatron_gcpo.methods.base import Method, MethodOptions, clipped_surrogate, rewards_in_range
 from megatron_gcpo.types import Credit, CreditInputs
 
 
@@ -85,15 +86,6 @@ def credit(inputs: CreditInputs, options: GcpoOptions) -> Credit:
     )
 
 
-def shape_rewards(rewards_G: torch.Tensor, lengths_G: torch.Tensor, options: GcpoOptions) -> torch.Tensor:
-    """[G] float64 in [0, 1]: reward + overlong penalty, at least 0.
-
-    A reward scales a rollout's volume, so it cannot be negative: a wrong rollout is a null player whatever its length,
-    and the penalty only shrinks what correct ones add.
-    """
-    return penalized_rewards(rewards_G, lengths_G, options).clamp(min=0)
-
-
 def _cosine_metric(team: Team) -> dict[str, float]:
     k = len(team.members_K)
     if k < 2:
@@ -105,9 +97,10 @@ METHOD = Method(
     name="gcpo",
     arxiv="2605.11461",
     summary="Shapley value of the volume that the group's correct answers span together",
+    evidence="abstract: the volume, average marginal contribution; every formula is our reconstruction",
     options=GcpoOptions,
     credit=credit,
     needs=frozenset({"embeddings"}),
-    shape_rewards=shape_rewards,
-    token_loss=clipped_token_loss,
+    shape_rewards=rewards_in_range,
+    policy_loss=clipped_surrogate,
 )

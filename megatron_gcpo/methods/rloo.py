@@ -18,7 +18,7 @@ from megatron_gcpo.methods.base import (
     Method,
     MethodOptions,
     centred,
-    clipped_token_loss,
+    clipped_surrogate,
     penalized_rewards,
 )
 from megatron_gcpo.types import Credit, CreditInputs
@@ -29,7 +29,7 @@ class RlooLoss(LossOptions):
 
 
 class RlooOptions(MethodOptions):
-    loss: LossOptions = RlooLoss()
+    loss: RlooLoss = RlooLoss()
 
 
 def credit(inputs: CreditInputs, options: MethodOptions) -> Credit:
@@ -43,8 +43,9 @@ METHOD = Method(
     name="rloo",
     arxiv="2402.14740",
     summary="reward against the mean of the other rollouts",
+    evidence="paper: the baseline; ours: PPO's clip for later updates, KL in the loss",
     options=RlooOptions,
     credit=credit,
     shape_rewards=penalized_rewards,
-    token_loss=clipped_token_loss,
+    policy_loss=clipped_surrogate,
 )

@@ -28,13 +28,21 @@ class Actor(Scorer):
     """The policy of one replica with its optimizer. Its methods are collective and get the same batch on all its ranks."""
 
     def __init__(
-        self, policy: Policy, topology: Topology, train: TrainConfig, *, temperature: float, total_updates: int
+        self,
+        policy: Policy,
+        topology: Topology,
+        train: TrainConfig,
+        *,
+        temperature: float,
+        total_updates: int,
+        router_replay: bool = False,
     ) -> None:
         """total_updates: optimizer updates of the whole run, the default length of the learning-rate schedule.
 
-        Raises ValueError for optimizer or scheduler options that do not exist or do not fit.
+        Raises ValueError for optimizer or scheduler options that do not exist or do not fit, and for a policy whose
+        routers cannot replay.
         """
-        super().__init__(policy, topology, train, temperature=temperature)
+        super().__init__(policy, topology, train, temperature=temperature, router_replay=router_replay)
         self.optimizer = _optimizer(policy, train)
         self.scheduler = _scheduler(self.optimizer, train, total_updates)
         self.num_updates = 0
@@ -68,6 +76,7 @@ class Actor(Scorer):
             return factor * loss, _sums(loss, part.batch.mask_T, values)
 
         reports = self._forward.run(micro, report, forward_only=False)
+        routing = self._forward.replay.agreement() if self._forward.replay else {}
         names, totals = self._global_totals(reports, micro)
         loss, num_tokens, num_real, num_computed, *sums = totals
         rate = get_canonical_lr_for_logging(self.optimizer.param_groups)
@@ -82,7 +91,7 @@ class Actor(Scorer):
             grad_norm=grad_norm,
             skipped=skipped,
             learning_rate=float(rate),
-            metrics={name: value / max(num_tokens, 1.0) for name, value in zip(names, sums, strict=True)},
+            metrics={name: value / max(num_tokens, 1.0) for name, value in zip(names, sums, strict=True)} | routing,
             useful_token_share=num_real / num_computed,
         )
 

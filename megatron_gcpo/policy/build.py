@@ -9,6 +9,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +18,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_gcpo.cluster.platform import Platform
 from megatron_gcpo.config.records import ClusterConfig, ModelConfig
-from megatron_gcpo.policy import options
-from megatron_gcpo.policy.model import Policy
-from megatron_gcpo.policy.provider import make_provider, read_causal_lm
+from megatron_gcpo.policy import lora, options
+from megatron_gcpo.policy.model import Adapters, Policy
+from megatron_gcpo.policy.provider import check_runs, make_provider, read_causal_lm
 from megatron_gcpo.policy.rotary import make_rotary_exact
-from megatron_gcpo.policy.weights import initialize
+from megatron_gcpo.policy.weights import initialize, model_state
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +45,16 @@ def build(
     model.start_from cannot be started from.
     """
     hf_config = read_causal_lm(model)
+    check_runs(hf_config, cluster, platform)
     bridge, provider = make_provider(model, cluster, platform, hf_config)
     # Dropout draws from Megatron's own streams: equal or distinct over tensor-parallel ranks as each place needs.
     model_parallel_cuda_manual_seed(seed)
     ddp_config = DistributedDataParallelConfig(**_ddp_options(ddp or {}))
     with prints_to_log():
         chunks = provider.provide_distributed_model(
-            ddp_config=ddp_config, use_cpu_initialization=provider.use_cpu_initialization
+            ddp_config=ddp_config,
+            use_cpu_initialization=provider.use_cpu_initialization,
+            pre_wrap_hook=None if model.lora is None else lora.adapt(model.lora),
         )
     _connect_schedule(provider, chunks, ddp_config)
     policy = Policy(
@@ -65,7 +69,9 @@ def build(
     _say_padding(policy)
     with prints_to_log():
         initialize(policy, model, seed)
-    return policy
+    if model.lora is None:
+        return policy
+    return replace(policy, adapters=Adapters(config=model.lora, base=lora.fingerprint(policy, model_state(policy))))
 
 
 def _ddp_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``<run>/checkpoints/step_00000050``. It is written under a name ending in ``.partial``; its manifest
 comes last, then the folder takes its final name. So whatever is killed when, a folder with a final name is whole.
-Tensors are stored in the model's own shapes, so that another layout (TP, PP, VPP, EP, DP) can read them.
+Tensors are stored in the model's own shapes, so that another layout (TP, PP, VPP, EP, DP) can read them. Of a policy with
+adapters only those are stored, and what identifies the frozen weights below them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.policy import adam
 from megatron_gcpo.policy import manifest as manifests
 from megatron_gcpo.policy.actor import Actor
-from megatron_gcpo.policy.weights import SHARDING, model_state, put_weights
+from megatron_gcpo.policy.weights import SHARDING, adapters_alone, model_state, put_weights
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,10 @@ def load(path: str | Path, actor: Actor) -> dict[str, Any]:
     manifests.check_model(manifest, actor.policy.hf_config, path)
     if manifest.dtype != manifests.dtype_name(actor.policy.dtype):
         raise ValueError(f"checkpoint {path} was trained with model.dtype={manifest.dtype}: set that to resume it")
+    adapters = actor.policy.adapters
+    manifests.check_lora(manifest, None if adapters is None else adapters.config, path)
+    if adapters is not None:
+        manifests.check_base(manifest, adapters.base, path)
     same_layout = manifest.layout == manifests.layout(actor.topology, actor.policy)
     state = _state(actor, loading=True, random_states=same_layout)
     loaded: Any = dist_checkpointing.load(state, str(path))
@@ -94,7 +99,7 @@ def _state(actor: Actor, *, loading: bool, random_states: bool = True) -> dict[s
     actor.gather_parameters()
     model = model_state(actor.policy)
     state: dict[str, Any] = {
-        **model,
+        **(model if actor.policy.adapters is None else adapters_alone(model)),
         "optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(SHARDING)),
         "scheduler": actor.scheduler.state_dict(),
         "counts": [actor.num_updates, actor.num_skipped],

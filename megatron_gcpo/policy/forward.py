@@ -10,9 +10,11 @@ boundaries (thd) and each sequence its own positions, also cut over context-para
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +32,12 @@ from torch.nn import functional
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.policy.pack import MicroBatch, context_shard, row_boundaries
+from megatron_gcpo.policy.replay import Replay
 from megatron_gcpo.policy.vocab import linear_token_statistics
 from megatron_gcpo.types import TokenStats
+
+STATISTICS = ("logprobs_T", "entropy_T", "sum_p2_T", "sum_p2_logp_T")
+"""Fields of TokenStats, in the order in which the last stage stacks them; the last two on demand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,8 @@ class Forward:
     temperature: float
     chunk_tokens: int
     """Tokens whose logits exist at once."""
+    replay: Replay | None = None
+    """Makes routers follow the routing that a batch brings."""
 
     @property
     def pad_multiple(self) -> int:
@@ -60,11 +68,13 @@ class Forward:
         on_last_stage: Callable[[MicroBatch, TokenStats], tuple[torch.Tensor, Any]],
         *,
         forward_only: bool,
+        second_moments: bool = False,
     ) -> list[Any]:
         """All micro-batches forward, and backward unless ``forward_only``. Collective over the replica.
 
         on_last_stage(micro-batch on the device, its statistics) returns (scalar loss, report); losses of micro-batches
         are differentiated as scale.loss_factor assumes. Returns the reports in order on the last stage, [] elsewhere.
+        second_moments: whether the statistics have sum p^2 and sum p^2 log p.
         """
         chunks = self.policy.chunks
         if len(chunks) > 1 and self.topology.pp_size == 2:
@@ -73,7 +83,9 @@ class Forward:
             micro = _of_one_shape(micro)
         iterators = [iter(micro) for _ in chunks]
         return get_forward_backward_func()(
-            forward_step_func=lambda data, chunk: self._step(next(data), chunk, on_last_stage),
+            forward_step_func=lambda data, chunk: self._step(
+                next(data), chunk, on_last_stage, forward_only, second_moments
+            ),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro),
@@ -83,24 +95,29 @@ class Forward:
         )
 
     def _step(
-        self, micro: MicroBatch, chunk: Any, on_last_stage: Callable[[MicroBatch, TokenStats], tuple[torch.Tensor, Any]]
+        self,
+        micro: MicroBatch,
+        chunk: Any,
+        on_last_stage: Callable[[MicroBatch, TokenStats], tuple[torch.Tensor, Any]],
+        forward_only: bool,
+        second_moments: bool,
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, Any]]]:
         micro = micro.to(self.policy.device)
         shard, attention = self._attention(micro)
-        output = chunk(
-            input_ids=shard.tokens_RS,
-            position_ids=shard.position_ids_RS,
-            output_processor=self._statistics,
-            output_processor_context=shard,
-            **attention,
-            **self._routing(shard, chunk),
-        )
+        routed = self.replay.of(shard, chunk, training=not forward_only) if self.replay else contextlib.nullcontext()
+        with routed:
+            output = chunk(
+                input_ids=shard.tokens_RS,
+                position_ids=shard.position_ids_RS,
+                output_processor=partial(self._statistics, second_moments=second_moments),
+                output_processor_context=shard,
+                **attention,
+                **self._routing(shard, chunk),
+            )
 
         def finish(values_KRS: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            stats = TokenStats(
-                logprobs_T=self._on_tokens(shard, values_KRS[0]), entropy_T=self._on_tokens(shard, values_KRS[1])
-            )
-            return on_last_stage(micro, stats)
+            values = [self._on_tokens(shard, values_RS) for values_RS in values_KRS]
+            return on_last_stage(micro, TokenStats(**dict(zip(STATISTICS, values, strict=False))))
 
         return output, finish
 
@@ -144,9 +161,10 @@ class Forward:
         output_layer: Any,
         output_weight: torch.Tensor | None,
         context: MicroBatch,
+        second_moments: bool,
         **_: Any,
     ) -> torch.Tensor:
-        """[2, R, S] fp32 log-probs and entropies of the targets, from [S, R, H] hidden states (S / tp of them under SP)."""
+        """[2 or 4, R, S] fp32 STATISTICS of the targets, from [S, R, H] hidden states (S / tp of them under SP)."""
         if self.policy.provider.sequence_parallel:
             hidden_SRH = gather_from_sequence_parallel_region(hidden_states, group=self.topology.tp_pg)
         else:
@@ -159,8 +177,10 @@ class Forward:
             vocab_size=self.policy.vocab_size,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
+            second_moments=second_moments,
         )
-        return torch.stack([stats.logprobs.T, stats.entropy.T])
+        values = (stats.logprobs, stats.entropy, stats.sum_p2, stats.sum_p2_logp)
+        return torch.stack([value.T for value in values if value is not None])
 
     def _on_tokens(self, shard: MicroBatch, values_RS: torch.Tensor) -> torch.Tensor:
         values_T = shard.token_values(values_RS)

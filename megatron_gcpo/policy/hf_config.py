@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
@@ -12,6 +13,16 @@ from megatron_gcpo.config.records import ClusterConfig, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+PLACES_LAYERS = {
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+}
+"""Options of model.megatron with which stages need not be equal; Megatron-Core checks them."""
 
 
 def complete_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
@@ -48,25 +59,36 @@ def read_hf_config(model: ModelConfig) -> PretrainedConfig:
         raise ValueError(f"model.hf_config is not a valid {model_type} config: {error}") from error
 
 
-def check_layout(hf_config: PretrainedConfig, cluster: ClusterConfig) -> None:
-    """Raises ValueError when the model cannot be cut this way, naming the sizes that work."""
+def count_experts(hf_config: PretrainedConfig) -> int:
+    """Routed experts of a layer, whichever name the family gives their number; 0: none."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((number for name in names if (number := getattr(hf_config, name, None))), 0)
+
+
+def check_layout(
+    hf_config: PretrainedConfig, cluster: ClusterConfig, megatron: Mapping[str, Any] | None = None
+) -> None:
+    """Raises ValueError when the model cannot be cut this way, naming the sizes that work.
+
+    megatron: model.megatron, whose options may place layers unevenly.
+    """
     tp, pp = cluster.tensor_model_parallel_size, cluster.pipeline_model_parallel_size
     stages = pp * (cluster.virtual_pipeline_model_parallel_size or 1)
     heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    shared = [n for n in range(1, kv_heads + 1) if heads % n == 0 and kv_heads % n == 0]
+    shared = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     if tp not in shared:
         raise ValueError(
             f"cluster.tensor_model_parallel_size {tp} does not divide the model's {heads} attention heads and "
             f"{kv_heads} key-value heads: use one of {shared}"
         )
-    if layers % stages:
+    if layers % stages and not PLACES_LAYERS & (megatron or {}).keys():
         works = [n for n in range(1, layers + 1) if layers % n == 0]
         raise ValueError(
             f"{layers} layers cannot be cut into {stages} equal stages (cluster.pipeline_model_parallel_size x "
             f"virtual_pipeline_model_parallel_size): their product must be one of {works}"
         )
-    experts, ep = getattr(hf_config, "num_experts", None) or 0, cluster.expert_model_parallel_size
+    experts, ep = count_experts(hf_config), cluster.expert_model_parallel_size
     if ep > 1 and (not experts or experts % ep):
         works = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
         raise ValueError(

@@ -7,8 +7,8 @@ import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from megatron_gcpo.cluster.topology import Topology
+    from megatron_gcpo.config.records import LoraConfig
     from megatron_gcpo.policy.model import Policy
 
 FORMAT = 1
@@ -44,23 +45,54 @@ class Manifest:
     """sha256 of what identifies the model in it."""
     files: dict[str, int]
     """Bytes of every other file."""
+    sha256: dict[str, str] = field(default_factory=dict)
+    """Of the files whose writer hashed them."""
+    lora: dict[str, Any] | None = None
+    """Only adapters are in it: their settings (model.lora), and ``base``, which identifies the model below them."""
 
 
 def describe(policy: Policy, topology: Topology, path: Path, step: int) -> Manifest:
     """The manifest of what is in the folder now; flushes its files to the disk."""
-    files = sorted(p for p in path.rglob("*") if p.is_file())
+    adapters = policy.adapters
+    files = [p for p in path.rglob("*") if p.is_file()]
+    written = of_files(
+        path,
+        files,
+        step=step,
+        layout=layout(topology, policy),
+        dtype=dtype_name(policy.dtype),
+        hf_config=policy.hf_config,
+    )
+    return replace(
+        written, lora=None if adapters is None else {**_lora_settings(adapters.config), "base": adapters.base}
+    )
+
+
+def of_files(
+    path: Path,
+    files: Iterable[Path],
+    *,
+    step: int,
+    layout: dict[str, int],
+    dtype: str,
+    hf_config: PretrainedConfig,
+    sha256: Mapping[str, str] | None = None,
+) -> Manifest:
+    """``describe`` for a writer that is no run: of these files in the folder."""
+    files = sorted(files)
     for file in files:
-        _flush(file)
-    model = _config(policy.hf_config)
+        flush(file)
+    model = _config(hf_config)
     return Manifest(
         format=FORMAT,
         step=step,
         versions={name: importlib.metadata.version(name) for name in PACKAGES},
-        layout=layout(topology, policy),
-        dtype=dtype_name(policy.dtype),
+        layout=layout,
+        dtype=dtype,
         model=model,
         model_hash=_hash(model),
         files={str(p.relative_to(path)): p.stat().st_size for p in files},
+        sha256=dict(sha256 or {}),
     )
 
 
@@ -85,11 +117,11 @@ def folder(run_dir: str | Path, step: int) -> Path:
 
 
 def write(path: Path, manifest: Manifest) -> None:
-    _write_json(path / NAME, asdict(manifest))
+    write_json(path / NAME, asdict(manifest))
 
 
 def write_extra(path: Path, extra_state: Mapping[str, Any]) -> None:
-    _write_json(path / EXTRA, dict(extra_state))
+    write_json(path / EXTRA, dict(extra_state))
 
 
 def read_extra(path: Path) -> dict[str, Any]:
@@ -174,6 +206,45 @@ def check_model(manifest: Manifest, hf_config: PretrainedConfig, path: Path) -> 
     )
 
 
+def check_lora(manifest: Manifest, lora: LoraConfig | None, path: Path) -> None:
+    """Raises ValueError unless a run with this model.lora can go on from the checkpoint."""
+    theirs = {name: value for name, value in (manifest.lora or {}).items() if name != "base"}
+    ours = {} if lora is None else _lora_settings(lora)
+    if ours != theirs:
+        raise ValueError(
+            f"checkpoint {path} was trained with {_said(theirs)}, this run has {_said(ours)}: set model.lora to what it "
+            "was, or choose another run directory"
+        )
+
+
+def check_start(manifest: Manifest, lora: LoraConfig | None, path: Path) -> None:
+    """Raises ValueError when the checkpoint holds adapters alone, and not those that this model.lora wants."""
+    if manifest.lora is not None and lora is None:
+        raise ValueError(
+            f"model.start_from: checkpoint {path} holds adapters alone, without the model: set model.lora to what it was, "
+            "or export that run with checkpoint.export_merged and set model.path to the exported folder"
+        )
+    if manifest.lora is not None:
+        check_lora(manifest, lora, path)
+
+
+def check_base(manifest: Manifest, base: str, path: Path) -> None:
+    """Raises ValueError when the checkpoint's adapters belong to a model with other weights than ``base`` identifies."""
+    if manifest.lora is not None and manifest.lora["base"] != base:
+        raise ValueError(
+            f"checkpoint {path} holds adapters of a model with other weights: set model.path (or model.start_from, or the "
+            "seed of random weights) and model.dtype to what they were trained on"
+        )
+
+
+def _lora_settings(lora: LoraConfig) -> dict[str, Any]:
+    return lora.model_dump(mode="json")
+
+
+def _said(lora: Mapping[str, Any]) -> str:
+    return "adapters (" + ", ".join(f"{k} {v}" for k, v in lora.items()) + ")" if lora else "no adapters"
+
+
 def torn(run_dir: str | Path) -> list[Path]:
     """Folders that a killed run left half written or half removed."""
     return sorted((Path(run_dir) / "checkpoints").glob(f"step_*{PARTIAL}"))
@@ -199,7 +270,7 @@ def remove(path: Path) -> None:
 def rename(partial: Path, target: Path) -> None:
     """Give a whole checkpoint its final name, for good."""
     partial.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
 
 
 def free_bytes(path: Path) -> int:
@@ -218,15 +289,15 @@ def _hash(model: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(_identity(model), sort_keys=True).encode()).hexdigest()
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(json.dumps(values, indent=1))
-    _flush(draft)
+    flush(draft)
     draft.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """To the disk, not only to the system's memory."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -10,6 +10,16 @@ import torch
 from transformers import PretrainedConfig
 
 from megatron_gcpo.cluster.platform import Platform
+from megatron_gcpo.config.records import LoraConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """The adapters that are trained instead of the model's own weights (lora.py)."""
+
+    config: LoraConfig
+    base: str
+    """Identifies the frozen weights below them (lora.fingerprint)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +36,8 @@ class Policy:
     platform: Platform
     vocab_size: int
     """True size, without the padding that makes it divisible."""
+    adapters: Adapters | None = None
+    """None: all weights are trained."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -16,8 +17,7 @@ from megatron_gcpo.cluster.grid import expert_tensor_parallel_size
 from megatron_gcpo.cluster.platform import Platform, import_megatron_bridge
 from megatron_gcpo.config.records import ClusterConfig, ModelConfig
 from megatron_gcpo.policy import options
-from megatron_gcpo.policy.hf_config import check_layout, read_hf_config
-from megatron_gcpo.policy.norm import local_block_spec
+from megatron_gcpo.policy.hf_config import check_layout, count_experts, read_hf_config
 
 RESERVED = {
     **{
@@ -50,9 +50,11 @@ CPU_SETTINGS: dict[str, Any] = {
     "moe_shared_expert_overlap": False,
     "persist_layer_norm": False,
     "attention_softmax_in_fp32": True,
-    "transformer_layer_spec": local_block_spec,
+    "attention_backend": AttnBackend.auto,
+    # Heads that predict further tokens are built by Transformer Engine only.
+    "mtp_num_layers": None,
 }
-"""Every fused kernel off, layers of Megatron-Core alone; softmax in fp32 as the Hugging Face models have it."""
+"""Every fused kernel off; softmax in fp32 as the Hugging Face models have it."""
 
 
 def read_causal_lm(model: ModelConfig) -> PretrainedConfig:
@@ -65,6 +67,15 @@ def read_causal_lm(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
+def check_runs(hf_config: PretrainedConfig, cluster: ClusterConfig, platform: Platform) -> None:
+    """Raises ValueError for a layout that can be built and stored, but in which this platform cannot compute."""
+    if platform.name == "cpu" and count_experts(hf_config) and expert_tensor_parallel_size(cluster) > 1:
+        raise ValueError(
+            "on CPUs the experts cannot be cut over tensor-parallel ranks (gloo gathers only equal sizes): set "
+            "cluster.expert_tensor_parallel_size=1"
+        )
+
+
 def make_provider(
     model: ModelConfig, cluster: ClusterConfig, platform: Platform, hf_config: PretrainedConfig
 ) -> tuple[Any, Any]:
@@ -72,12 +83,7 @@ def make_provider(
 
     Raises ValueError for an unsupported architecture, impossible parallel sizes or unknown options.
     """
-    check_layout(hf_config, cluster)
-    if platform.name == "cpu" and getattr(hf_config, "num_experts", None) and expert_tensor_parallel_size(cluster) > 1:
-        raise ValueError(
-            "on CPUs the experts cannot be cut over tensor-parallel ranks (gloo gathers only equal sizes): set "
-            "cluster.expert_tensor_parallel_size=1"
-        )
+    check_layout(hf_config, cluster, model.megatron)
     megatron_bridge = import_megatron_bridge(platform)
     if not megatron_bridge.AutoBridge.supports(hf_config):
         raise ValueError(f"megatron-bridge has no {hf_config.model_type} model: choose another model")
@@ -115,10 +121,19 @@ def make_provider(
         # The policy gradient alone moves the router unless the run asks for a balancing loss.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        **(CPU_SETTINGS if platform.name == "cpu" else {}),
+        **(_cpu_settings() if platform.name == "cpu" else {}),
         **options.checked("model.megatron", model.megatron, type(provider), RESERVED),
     }
     for name, value in settings.items():
         setattr(provider, name, value)
     provider.finalize()
     return bridge, provider
+
+
+def _cpu_settings() -> dict[str, Any]:
+    """CPU_SETTINGS with layers of Megatron-Core alone; the modules of those need megatron-bridge."""
+    from megatron_gcpo.policy.local_layers import local_block_spec
+    from megatron_gcpo.policy.local_names import know_local_names
+
+    know_local_names()
+    return {**CPU_SETTINGS, "transformer_layer_spec": local_block_spec}

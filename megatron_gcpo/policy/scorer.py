@@ -10,41 +10,57 @@ import torch.distributed as dist
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import TrainConfig
 from megatron_gcpo.policy import pack
-from megatron_gcpo.policy.forward import Forward
+from megatron_gcpo.policy.forward import STATISTICS, Forward
 from megatron_gcpo.policy.model import Policy
+from megatron_gcpo.policy.replay import Replay
 from megatron_gcpo.types import TokenBatch, TokenStats
 
 
 class Scorer:
     """A policy of one replica, read only. Its methods are collective and get the same batch on all ranks of the replica."""
 
-    def __init__(self, policy: Policy, topology: Topology, train: TrainConfig, *, temperature: float) -> None:
-        """temperature: of the rollouts; it divides the logits."""
+    def __init__(
+        self,
+        policy: Policy,
+        topology: Topology,
+        train: TrainConfig,
+        *,
+        temperature: float,
+        router_replay: bool = False,
+    ) -> None:
+        """temperature: of the rollouts; it divides the logits.  router_replay: follow the routing that a batch brings."""
         self.policy = policy
         self.topology = topology
         self._train = train
         self._forward = Forward(
-            policy=policy, topology=topology, temperature=temperature, chunk_tokens=train.logits_chunk_tokens
+            policy=policy,
+            topology=topology,
+            temperature=temperature,
+            chunk_tokens=train.logits_chunk_tokens,
+            replay=Replay(policy, topology) if router_replay else None,
         )
 
-    def logprobs(self, batch: TokenBatch) -> TokenStats:
-        """Statistics of every token, without gradient; on every rank of the replica, on the CPU."""
+    def logprobs(self, batch: TokenBatch, *, second_moments: bool = False) -> TokenStats:
+        """Statistics of every token, without gradient; on every rank of the replica, on the CPU.
+
+        second_moments: whether sum p^2 and sum p^2 log p are among them.
+        """
         micro = self._micro_batches(batch)
         self._set_training(False)
+        names = STATISTICS if second_moments else STATISTICS[:2]
 
         def report(part: pack.MicroBatch, stats: TokenStats) -> tuple[torch.Tensor, torch.Tensor]:
-            values_KT = torch.stack([stats.logprobs_T, stats.entropy_T])
+            values_KT = torch.stack([getattr(stats, name) for name in names])
             return values_KT.new_zeros(()), values_KT
 
         with torch.no_grad():
-            reports = self._forward.run(micro, report, forward_only=True)
-        values_KT = torch.zeros(2, len(batch.tokens_T), dtype=torch.float32, device=self.policy.device)
+            reports = self._forward.run(micro, report, forward_only=True, second_moments=second_moments)
+        values_KT = torch.zeros(len(names), len(batch.tokens_T), dtype=torch.float32, device=self.policy.device)
         if self.topology.is_last_stage:
-            for k in range(2):
+            for k in range(len(names)):
                 values_KT[k] = pack.gather_tokens(micro, [values[k] for values in reports])
         self._from_last_stage(values_KT)
-        logprobs_T, entropy_T = values_KT.cpu()
-        return TokenStats(logprobs_T=logprobs_T, entropy_T=entropy_T)
+        return TokenStats(**dict(zip(names, values_KT.cpu(), strict=True)))
 
     def _micro_batches(self, batch: TokenBatch) -> list[pack.MicroBatch]:
         """This replica's micro-batches, as many as every other replica has, empty ones at the end."""

@@ -9,21 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 
+from megatron_gcpo.reshard.stats import PushStats
 from megatron_gcpo.rollout.engine import RolloutEngine
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushStats:
-    """What one push moved, as seen by this rank."""
-
-    num_tensors: int
-    num_bytes: int
-    """Of the exported tensors, in the exporter's dtype."""
-    seconds: float
 
 
 def push(
@@ -50,9 +40,11 @@ def push(
             yield name, tensor
 
     tensors = counted()
+    num_workers = 1
     try:
         if engine is not None:
             engine.load_weights(tensors, version=version)
+            num_workers = 1 if engine.control is None else engine.control.num_workers
     except ValueError as error:
         raise ValueError(
             f"pushing weights to the rollout engine failed: {error}. The engine serves nothing until a complete push; "
@@ -61,4 +53,11 @@ def push(
     finally:
         for _ in tensors:
             pass
-    return PushStats(num_tensors=counts[0], num_bytes=counts[1], seconds=time.monotonic() - start_s)
+    return PushStats(
+        mode="full",
+        transport="direct",
+        num_tensors=counts[0],
+        num_bytes=counts[1] * num_workers,
+        minimal_bytes=None,
+        seconds=time.monotonic() - start_s,
+    )

@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 
 from megatron_gcpo.policy.actor import Actor
-from megatron_gcpo.reshard.check import logprob_gap, require_small_gap
-from megatron_gcpo.reshard.push import push
+from megatron_gcpo.reshard.check import GapLimit, logprob_gap, require_small_gap
+from megatron_gcpo.reshard.pusher import Pusher
 from megatron_gcpo.rollout import RolloutEngine
 from megatron_gcpo.types import TokenBatch
 
 
 def verified_push(
     actor: Actor,
+    pusher: Pusher,
     engine: RolloutEngine | None,
     probe: TokenBatch,
     *,
     temperature: float,
-    max_gap: float,
+    limit: GapLimit,
     version: int | None = None,
 ) -> dict[str, float] | None:
     """Give the engine the policy's weights; collective over all ranks.
@@ -26,26 +27,26 @@ def verified_push(
         engine: on leaders; None on their peers.
         probe: a few sequences, the same on every rank of the replica.
         temperature: at which both sides score them.
-        max_gap: largest difference of log-probs allowed, nats.
+        limit: what their log-probs may differ by.
         version: the policy version to serve as; None: one more than before.
 
     Returns:
-        On leaders: max_logprob_gap and mean_logprob_gap (nats), bytes, policy_version. None elsewhere.
+        On leaders: max_logprob_gap and mean_logprob_gap (nats), policy_version, and PushStats.metrics. None elsewhere.
 
     Raises:
         ValueError: the push failed or the two sides disagree; the engine then refuses to serve.
     """
-    pushed = push(actor.export(), engine, version=version)
+    stats = pusher.push(engine, version)
     trainer_T = actor.logprobs(probe).logprobs_T
     if engine is None:
         return None
     gap = logprob_gap(trainer_T, _engine_logprobs(engine, probe, temperature), probe.mask_T)
-    require_small_gap(gap, max_gap, engine)
+    require_small_gap(gap, limit, engine)
     return {
         "max_logprob_gap": gap.max,
         "mean_logprob_gap": gap.mean,
-        "bytes": float(pushed.num_bytes),
         "policy_version": float(engine.policy_version),
+        **stats.metrics(),
     }
 
 

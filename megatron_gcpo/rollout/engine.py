@@ -61,6 +61,10 @@ class Sample:
     """"stop" or "length"."""
     versions_T: np.ndarray
     """[T] int32 policy version of the weights that drew each token; more than one after an update in flight."""
+    routed_experts: np.ndarray | None = None
+    """[prompt + T, layers, k] int16 experts, best first, to which each layer of the model sent each token of prompt and
+    completion when it was first computed; -1 in layers without experts and where unknown (the last token drawn never
+    passed through the model). None unless rollout.router_replay asks for it."""
 
 
 class WeightControl(Protocol):
@@ -134,7 +138,11 @@ class RolloutEngine(Protocol):
 
     @property
     def control(self) -> WeightControl | None:
-        """The way to the workers that hold the weights; None: they are in this object, ``load_weights`` is the way."""
+        """The way to the workers that hold the weights; None: they are in this object, ``load_weights`` is the way.
+
+        Ask anew for each push: the same object means the same workers; another one means that some are gone or new, and
+        whatever was set up with the former ones is void.
+        """
         ...
 
     def commit(self, version: int) -> None:
@@ -159,6 +167,10 @@ class RolloutEngine(Protocol):
 
     def wake(self) -> None:
         """Undo ``sleep``; harmless on an engine that is awake."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine started and free what it holds; it serves nothing any more."""
         ...
 
 

@@ -62,6 +62,7 @@ def generate_groups(
             text=decode(sample.token_ids.tolist()),
             finish_reason=sample.finish_reason,
             versions_T=sample.versions_T,
+            routed_experts=sample.routed_experts,
         )
         for sample in samples
     ]

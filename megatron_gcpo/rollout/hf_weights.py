@@ -7,7 +7,7 @@ the *element numbers* of a parameter instead of its values tells where every che
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,11 @@ class Slot:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The window of ``Module.state_dict()``'s tensors; shares their memory."""
+        whole = parameters[self.parameter]
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
 def checkpoint_slots(model: PreTrainedModel) -> dict[str, Slot]:
@@ -88,8 +93,7 @@ def load_into(model: PreTrainedModel, slots: dict[str, Slot], weights: Iterable[
         if tuple(tensor.shape) != slot.shape:
             raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, but the engine's has {slot.shape}")
         seen.add(name)
-        whole = parameters[slot.parameter]
-        target = whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset)
+        target = slot.of(parameters)
         if slot in filled:
             if not torch.equal(target, tensor.to(target)):
                 raise ValueError(f"{name!r} differs from {slot.parameter!r}, to which it is tied")

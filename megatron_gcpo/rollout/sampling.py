@@ -7,6 +7,7 @@ finish can change what a row draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,11 +39,15 @@ class UniformStreams:
 def sampling_logprobs(logits_NV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """[N, V] float32 log-probabilities of the distribution tokens are drawn from; -inf where it is cut off.
 
-    Top-p keeps the most likely tokens until their mass reaches top_p, the one that reaches it included.
+    Min-p leaves out tokens less likely than min_p times the likeliest. Top-p keeps the most likely tokens until their
+    mass reaches top_p, the one that reaches it included.
     """
     scaled_NV = logits_NV.float()
     if sampling.temperature != 1.0:
         scaled_NV = scaled_NV / sampling.temperature
+    if sampling.min_p > 0:
+        least_N1 = scaled_NV.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scaled_NV = scaled_NV.masked_fill(scaled_NV < least_N1, -torch.inf)
     if 0 < sampling.top_k < scaled_NV.shape[-1]:
         # by index and not by threshold: of equal logits exactly top_k survive
         top = scaled_NV.topk(sampling.top_k, dim=-1)

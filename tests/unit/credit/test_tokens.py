@@ -90,3 +90,36 @@ def test_a_probe_is_the_first_rollout_of_the_first_groups() -> None:
         *groups[1].prompt.token_ids,
         *groups[1].rollouts[0].token_ids,
     ]
+
+
+def routed_rollout(tokens: int, prompt: int, first: int | None) -> Rollout:
+    """Routing of 3 layers to 2 experts, every number different; None: not recorded."""
+    numbers = None if first is None else np.arange(first, first + (prompt + tokens) * 6, dtype=np.int16)
+    return Rollout(
+        token_ids=np.arange(tokens),
+        logprobs=np.zeros(tokens, np.float32),
+        text="",
+        finish_reason="stop",
+        versions_T=np.zeros(tokens, np.int32),
+        routed_experts=None if numbers is None else numbers.reshape(prompt + tokens, 3, 2),
+    )
+
+
+def test_routing_travels_with_its_tokens() -> None:
+    """Row after row as the engine recorded it, unknown for a rollout that no engine drew; rows() takes it along."""
+    prompt = Prompt(id="a", token_ids=(7, 8), text="", answer="")
+    group = Group(prompt=prompt, rollouts=tuple(routed_rollout(*r) for r in ((3, 2, 0), (1, 2, None), (2, 2, 500))))
+    zeros_G = torch.zeros(3, dtype=torch.float64)
+    batch = rollout_batch([group], [Credit(credits_G=zeros_G, advantages_G=zeros_G)])
+    assert batch.routed_experts_T is not None
+    assert batch.routed_experts_T.shape == (len(batch.tokens_T), 3, 2)
+    assert batch.routed_experts_T.dtype == torch.int16
+    expected = [group.rollouts[0].routed_experts, np.full((3, 3, 2), -1), group.rollouts[2].routed_experts]
+    np.testing.assert_array_equal(batch.routed_experts_T, np.concatenate(expected))
+    np.testing.assert_array_equal(batch.rows([2, 0]).routed_experts_T, np.concatenate([expected[2], expected[0]]))
+
+
+def test_without_recorded_routing_there_is_none() -> None:
+    groups, credits = groups_of([(2, [1, 2])])
+    assert rollout_batch(groups, credits).routed_experts_T is None
+    assert rollout_batch([], []).routed_experts_T is None

@@ -20,6 +20,8 @@ class Export:
 class Engine:
     """Keeps what it is given; with ``fails_after`` it refuses in the middle."""
 
+    control = None
+
     def __init__(self, fails_after=None):
         self.policy_version = 7
         self.fails_after = fails_after

@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_gcpo.rollout.engine import Sampling
 from megatron_gcpo.rollout.sampling import BLOCK_TOKENS, UniformStreams, draw, sampling_logprobs
@@ -17,15 +17,18 @@ CPU = torch.device("cpu")
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
     top_k=st.sampled_from([0, 1, 3, 10, 50]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
 )
-def test_distribution_is_that_of_the_transformers_warpers(seed, temperature, top_k, top_p):
+def test_distribution_is_that_of_the_transformers_warpers(seed, temperature, top_k, top_p, min_p):
     logits_NV = torch.randn(4, 20, generator=torch.Generator().manual_seed(seed)) * 3
     expected = logits_NV / temperature
+    if min_p:
+        expected = MinPLogitsWarper(min_p)(None, expected)
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     got = sampling_logprobs(logits_NV, sampling)
     torch.testing.assert_close(got, expected.log_softmax(-1), atol=1e-5, rtol=1e-5)
 
@@ -62,7 +65,9 @@ def test_streams_depend_on_their_own_seed_only_and_go_on_across_blocks():
         assert got.tolist() == [expected[2][t], expected[0][t]]
 
 
-@pytest.mark.parametrize(("field", "value"), [("temperature", 0.0), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", 0.0), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1), ("min_p", 1.0)]
+)
 def test_impossible_sampling_names_the_field(field, value):
     with pytest.raises(ValueError, match=f"rollout.{field}"):
         Sampling(**{field: value})

@@ -1,0 +1,140 @@
+"""What runs inside every vLLM worker: the receiving end of weight pushes.
+
+Start vLLM with ``worker_extension_cls=WORKER_EXTENSION`` and ``weight_transfer_config=WeightTransferConfig(backend=BACKEND)``:
+importing this module registers the backend, and the extension's methods answer ``collective_rpc``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from megatron_gcpo.reshard.endpoint import Endpoint
+from megatron_gcpo.rollout.vllm import reload
+from megatron_gcpo.rollout.vllm.scoring import ScoreTemperature
+from megatron_gcpo.rollout.vllm.trace import trace_needs
+
+BACKEND = "megatron_gcpo"
+WORKER_EXTENSION = "megatron_gcpo.rollout.vllm.worker.WorkerExtension"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    connection: str
+    transport: str
+    info: dict[str, Any]
+    """Outlet.init_info()."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket. With ``tensors``, all workers get the same ``pieces``; else those of the plan they were given."""
+
+    push: str
+    bucket: int
+    message: dict[str, Any]
+    """Outlet.message()."""
+    tensors: list[Any] = field(default_factory=list)
+    pieces: list[Any] = field(default_factory=list)
+
+
+class PushReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's side of a push: the four calls of its weight-transfer protocol end here."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.endpoint = Endpoint(self._load, self.device)
+        self._reloading = False
+        self._traced: tuple[str, dict[str, Any]] | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.endpoint.connect(**vars(init_info))
+
+    def start_weight_update(self) -> None:
+        reload.begin(self.model)
+        self._reloading = True
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        try:
+            self.endpoint.take(**vars(update_info))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def finish_weight_update(self) -> None:
+        self.end_reload()
+        self.endpoint.forget()
+
+    def shutdown(self) -> None:
+        self.endpoint.disconnect()
+
+    def abandon(self) -> None:
+        """After a push that broke off: no layer stays half-made, though what the layers hold is a mixture."""
+        self.endpoint.forget()
+        self.end_reload()
+
+    @torch.no_grad()
+    def end_reload(self) -> None:
+        if self._reloading:
+            with set_current_vllm_config(self.vllm_config):
+                reload.finish(self.model, self.model_config)
+            self._reloading = False
+
+    def trace(self, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """trace.trace_needs, once for every set of tensors."""
+        key = json.dumps(tensors)
+        if self._traced is None or self._traced[0] != key:
+            self._traced = key, trace_needs(self.model, self.vllm_config, tensors)
+        return self._traced[1]
+
+    def _load(self, weights: Any) -> None:
+        self.model.load_weights(weights)  # pyright: ignore[reportCallIssue]
+
+
+class WorkerExtension(ScoreTemperature):
+    """Mixed into vLLM's worker class. Arguments and results are JSON values."""
+
+    weight_transfer_engine: PushReceiver
+    _weight_update_active: bool
+
+    def gcpo_describe(self) -> dict[str, Any]:
+        """Who this worker is (Endpoint.describe)."""
+        return self.weight_transfer_engine.endpoint.describe()
+
+    def gcpo_trace(self, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """What of these Hugging Face tensors ([name, shape, dtype]) the model's own loaders take (trace.trace_needs)."""
+        receiver = self.weight_transfer_engine
+        return {"name": receiver.endpoint.name, **receiver.trace(tensors)}
+
+    def gcpo_plan(self, tensors: Sequence[Any], buckets: Mapping[str, Sequence[Sequence[Any]]]) -> None:
+        """Remember what comes in pushes of parts (Endpoint.remember)."""
+        self.weight_transfer_engine.endpoint.remember(tensors, buckets)
+
+    def gcpo_begin(self, push: str, whole: bool, verify: bool) -> None:
+        """Before start_weight_update: name the push; one that broke off before is cleared away."""
+        self.gcpo_abandon()
+        self.weight_transfer_engine.endpoint.begin(push, whole=whole, verify=verify)
+
+    def gcpo_report(self, push: str) -> dict[str, Any]:
+        """After the last bucket: finish the layers and tell what came (Endpoint.report)."""
+        self.weight_transfer_engine.end_reload()
+        return self.weight_transfer_engine.endpoint.report(push)
+
+    def gcpo_abandon(self) -> None:
+        """Clear a push away that broke off; harmless otherwise."""
+        self.weight_transfer_engine.abandon()
+        self._weight_update_active = False
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, PushReceiver)
