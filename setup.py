@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12,<3.13",  # megatron-core needs 3.12, megatron-bridge refuses 3.13
     packages=find_packages(include=["megatron_gcpo*"]),
-    package_data={"megatron_gcpo": ["README.md", "methods/README.md"]},
+    package_data={"megatron_gcpo": ["README.md", "methods/README.md", "report/assets/*"]},
     # megatron-bridge is installed beside these with --no-deps (see Makefile): its own requirements pin an older
     # transformers than it works with and pull in dozens of packages that nothing here imports.
     install_requires=[
@@ -40,10 +40,16 @@ setup(
         "track": ["wandb", "mlflow"],
         "peft": ["peft"],  # reads the adapters that a LoRA run exports; the trainer does not need it
         "data": ["datasets", "reasoning-gym>=0.1.25,<0.2"],
+        "report": ["plotly>=6"],  # tools/report.py inlines it
+        "ablate": ["matplotlib", "submitit"],  # tools/ablate.py; submitit for Slurm only
         "dev": [
             "datasets",
             "reasoning-gym>=0.1.25,<0.2",
             "peft",
+            "plotly>=6",
+            "matplotlib",
+            "submitit",
+            "playwright",
             "pytest",
             "pytest-timeout",
             "hypothesis",
