@@ -112,7 +112,11 @@ def _credit(
         return [
             run.method.credit(
                 CreditInputs(
-                    rewards_G=rewards_G, embeddings_GD=embeddings_GD, lengths_G=lengths_G, logprobs_G=_logprobs(group)
+                    rewards_G=rewards_G,
+                    embeddings_GD=embeddings_GD,
+                    lengths_G=lengths_G,
+                    logprobs_G=_logprobs(group),
+                    texts_G=tuple(rollout.text for rollout in group.rollouts),
                 ),
                 run.options,
             )

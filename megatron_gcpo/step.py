@@ -71,8 +71,8 @@ def _score(run: Run, batch: TokenBatch) -> tuple[TokenBatch, TokenStats | None]:
     parts = _mini_batches(batch, run.config.train.mini_batches)
     stats = None
     if run.needs_old_logprobs:
-        moments = "second_moments" in run.needs
-        stats = joined([run.actor.logprobs(part, second_moments=moments) for part in parts])
+        wanted = {name: name in run.needs for name in ("second_moments", "head_gram")}
+        stats = joined([run.actor.logprobs(part, **wanted) for part in parts])
         batch = replace(batch, old_logprobs_T=stats.logprobs_T)
     if run.reference:
         batch = replace(batch, ref_logprobs_T=joined([run.reference.logprobs(part) for part in parts]).logprobs_T)

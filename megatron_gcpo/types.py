@@ -89,6 +89,8 @@ class CreditInputs:
     """[G] int64 completion lengths in tokens."""
     logprobs_G: torch.Tensor | None = None
     """[G] float64 log-probability of each completion under the distribution it was drawn from, summed over its tokens."""
+    texts_G: tuple[str, ...] | None = None
+    """The completions, for methods whose answers say more than the verifier reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,8 @@ class Credit:
     """[G] float64, before the baseline: Shapley values for GCPO, rewards for GRPO."""
     advantages_G: torch.Tensor
     """[G] float64, what multiplies the policy gradient of each rollout."""
+    parts_GK: torch.Tensor | None = None
+    """[G, K] float64, numbers of each rollout that phase one still has to put together (TokenBatch.parts_NK)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Scalars of this group, averaged over groups by the caller, e.g. {"team_value": 1.3}."""
 
@@ -135,6 +139,8 @@ class TokenBatch:
     """[T] float32 weight of |log pi - log old| in the token's loss, when a method holds single tokens back."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Constants of the whole step, the same on every replica, e.g. {"kl_coef": 0.01} (methods.prepare)."""
+    parts_NK: torch.Tensor | None = None
+    """[N, K] float64 of the method's credit, e.g. advantages by two rewards; None unless it gives any, or without rows."""
     routed_experts_T: torch.Tensor | None = None
     """[T, layers, k] int16 experts that the rollout engine sent each token to; -1: unknown, the trainer's router decides."""
 
@@ -158,6 +164,8 @@ class TokenBatch:
         rows_N = torch.as_tensor(rows, dtype=torch.int64)
         cu = torch.zeros(len(rows_N) + 1, dtype=torch.int64)
         cu[1:] = self.lengths_N[rows_N].cumsum(0)
+        if self.parts_NK is not None:
+            picked["parts_NK"] = self.parts_NK[rows_N]
         return TokenBatch(cu_seqlens_N1=cu, group_N=self.group_N[rows_N], scalars=self.scalars, **picked)
 
 
@@ -173,6 +181,9 @@ class TokenStats:
     """[T] float32 sum p^2 over the vocabulary at that place; None unless asked for."""
     sum_p2_logp_T: torch.Tensor | None = None
     """[T] float32 sum p^2 log p; None unless asked for."""
+    head_gram_T: torch.Tensor | None = None
+    """[T] float32 whose sum over a row is the squared norm of d (sum of log pi over its trained tokens) / d (output layer);
+    0 off the mask; None unless asked for (policy.head)."""
 
 
 def joined(parts: Sequence[TokenStats]) -> TokenStats:

@@ -216,16 +216,15 @@ def under_limit(root: Path, source: Path, arguments: argparse.Namespace) -> int:
     """Both directions in processes that may not allocate more than a shard and a layer."""
     total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     layer = largest_unit(source)
-    limit = private_bytes() + arguments.max_shard_bytes + 3 * layer + SLACK_BYTES
+    extra = arguments.max_shard_bytes + 3 * layer + SLACK_BYTES
+    limit = private_bytes() + extra
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    before = resident_bytes()
     to_megatron(source, root / "megatron", arguments)
     to_hf(root / "megatron", root / "back", arguments)
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024
     print(
-        f"{total / 1e9:.2f} GB both ways under {(limit - private_bytes()) / 1e9:.2f} GB of private memory more than at the "
+        f"{total / 1e9:.2f} GB both ways under {extra / 1e9:.2f} GB of private memory more than at the "
         f"start, {arguments.processes} process(es), shards of {arguments.max_shard_bytes / 1e9:.2f} GB, largest parameter "
-        f"{layer / 1e9:.3f} GB: the largest process grew by {(peak - before) / 1e9:.3f} GB (resident)"
+        f"{layer / 1e9:.3f} GB"
     )
     try:
         torch.empty(total, dtype=torch.uint8).fill_(1)
@@ -243,16 +242,9 @@ def largest_unit(source: Path) -> int:
 
 
 def private_bytes() -> int:
-    return status("VmData")
-
-
-def resident_bytes() -> int:
-    return status("VmRSS")
-
-
-def status(field: str) -> int:
+    """What this process has allocated, as RLIMIT_DATA counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
 if __name__ == "__main__":

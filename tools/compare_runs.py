@@ -116,7 +116,7 @@ def table(
             values = [run[name] for run in runs if name in run]
             cell = _spread(values)
             if runs is not baseline and len(values) == len([run for run in baseline if name in run]) > 0:
-                gap = paired_difference(values, [run[name] for run in baseline])
+                gap = paired_difference(values, [run[name] for run in baseline if name in run])
                 cell += f"\n{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
             cells.append(cell)
         shown.add_row(meaning, *cells)

@@ -20,7 +20,9 @@ def rollout_batch(groups: Sequence[Group], credits: Sequence[Credit]) -> TokenBa
     ]
     sizes = [len(group.rollouts) for group in groups]
     batch = _batch(rows, torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
-    return replace(batch, routed_experts_T=_routed_experts(groups))
+    parts = [credit.parts_GK for credit in credits if credit.parts_GK is not None]
+    assert len(parts) in (0, len(credits)), f"got parts of {len(parts)} groups, expected {len(credits)} or none"
+    return replace(batch, routed_experts_T=_routed_experts(groups), parts_NK=torch.cat(parts) if parts else None)
 
 
 def demonstration_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int] | np.ndarray]]) -> TokenBatch:

@@ -33,9 +33,10 @@ __all__ = [
     "standardized",
 ]
 
-Need = Literal["embeddings", "all_embeddings", "ref_logprobs", "old_logprobs", "second_moments"]
+Need = Literal["embeddings", "all_embeddings", "ref_logprobs", "old_logprobs", "second_moments", "head_gram"]
 """embeddings: of rewarded rollouts, where two or more are; all_embeddings: of every rollout; ref_logprobs: of the starting
-policy; old_logprobs: a pass before the first update; second_moments: with it sum p^2 and sum p^2 log p."""
+policy; old_logprobs: a pass before the first update; second_moments: with it sum p^2 and sum p^2 log p; head_gram: with it
+the squared gradient of the output layer (policy.head)."""
 
 EMBEDDING_NEEDS: frozenset[Need] = frozenset({"embeddings", "all_embeddings"})
 """Either wants an encoder."""
@@ -75,6 +76,10 @@ class Method:
     """What an advantage acts on: each token; a whole row, through one ratio; or nothing, as only labels are read."""
     one_update: bool = False
     """Whether what ``prepare`` computes is exact for the first optimizer update of a step only."""
+    pays_length: bool = False
+    """Whether the credit rewards length by itself."""
+    reads_rewards: bool = True
+    """False: the verifier's rewards are only measured."""
 
     def needs_for(self, options: MethodOptions) -> frozenset[Need]:
         """Everything the step must compute under these options."""

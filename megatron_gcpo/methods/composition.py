@@ -17,6 +17,10 @@ from megatron_gcpo.methods.token_credit.table import TOKEN_CREDITS
 def check_options(method: Method, options: MethodOptions) -> None:
     """Raises ValueError for options of one method that do not go together."""
     inside = options.loss.kl_in == "reward" and options.loss.kl_coef > 0
+    if options.overlong is not None and method.pays_length:
+        raise ValueError(f"method.overlong: {method.name} already pays for length, two rewards would fight: remove it")
+    if options.overlong is not None and not method.reads_rewards:
+        raise ValueError(f"method.overlong: {method.name} reads no rewards, a penalty on them does nothing: remove it")
     if method.unit == "labels":
         if options.token_credit:
             raise ValueError(
@@ -57,6 +61,11 @@ def check_run(method: Method, options: MethodOptions, config: Config) -> None:
         raise ValueError(
             f"method.sampler {options.sampler.name} learns from each step which prompts the next one takes, but "
             f"rollout.max_policy_lag {lag} draws them before: set it to 0, or sampler: uniform"
+        )
+    if "head_gram" in method.needs and config.cluster.context_parallel_size > 1:
+        raise ValueError(
+            f"{method.name} compares all tokens of an answer with each other, which context parallelism keeps on different "
+            "ranks: set cluster.context_parallel_size to 1"
         )
     if method.transform is not None and config.rollout.router_replay:
         raise ValueError(

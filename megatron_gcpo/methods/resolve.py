@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from megatron_gcpo.methods import (
+    bet,
     cispo,
     clip_cov,
     conspo,
@@ -18,6 +19,8 @@ from megatron_gcpo.methods import (
     dqo,
     dr_grpo,
     dra_grpo,
+    ed_grpo,
+    ed_idpo,
     entropy_bonus,
     fg_expo,
     gcpo,
@@ -27,6 +30,7 @@ from megatron_gcpo.methods import (
     gspo,
     holderpo,
     kl_cov,
+    lead,
     marginal,
     opefo,
     papo,
@@ -38,6 +42,7 @@ from megatron_gcpo.methods import (
     rspo,
     sapo,
     unlikeliness,
+    vigor,
 )
 from megatron_gcpo.methods.base import Method, MethodOptions
 from megatron_gcpo.methods.composition import check_options
@@ -75,6 +80,8 @@ FAMILIES: Mapping[str, Sequence[Method]] = {
         entropy_bonus.METHOD,
     ),
     "controllers and samplers": (fg_expo.METHOD,),
+    "rewards": (lead.METHOD, bet.METHOD, vigor.METHOD),
+    "exploration": (ed_grpo.METHOD, ed_idpo.METHOD),
 }
 
 METHODS: Mapping[str, Method] = {method.name: method for family in FAMILIES.values() for method in family}

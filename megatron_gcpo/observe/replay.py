@@ -128,6 +128,7 @@ def pay(group: SavedGroup, variant: Variant) -> torch.Tensor:
         embeddings_GD=_seen(group, variant, shaped_G),
         lengths_G=lengths_G,
         logprobs_G=torch.from_numpy(group.logprobs_G),
+        texts_G=group.texts,
     )
     return variant.method.credit(inputs, variant.options).advantages_G
 

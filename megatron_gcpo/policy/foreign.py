@@ -98,7 +98,7 @@ def _place(piece: ShardedTensor, found: Mapping[str, GlobalTensor]) -> Place | N
             return Place(tensor=found[name], offset=offset, size=size)
         layer = re.search(r"\.layers\.(\d+)\.", name)
         stacked = name.replace(layer[0], ".layers.", 1) if layer else name
-        if layer and stacked in found:
+        if layer and stacked in found and int(layer[1]) < found[stacked].shape[0]:
             return Place(tensor=found[stacked], offset=(int(layer[1]), *offset), size=(1, *size))
     return None
 
@@ -120,8 +120,8 @@ def _problem(piece: ShardedTensor, place: Place | None, vocab_size: int) -> str 
         return f"{piece.key} is not in it"
     theirs = place.tensor.shape
     if len(place.size) > len(ours):  # all layers in one tensor
-        theirs = theirs[1:] if place.offset[0] < theirs[0] else ()
-    padded = piece.allow_shape_mismatch and theirs[1:] == ours[1:] and bool(theirs) and theirs[0] >= vocab_size
+        theirs = theirs[1:]
+    padded = piece.allow_shape_mismatch and theirs[1:] == ours[1:] and theirs[0] >= vocab_size
     if theirs == ours or padded:
         return None
     return f"{place.tensor.key} is {list(theirs)} there and {list(ours)} here"

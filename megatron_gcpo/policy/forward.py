@@ -30,14 +30,20 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.nn import functional
 
 from megatron_gcpo.cluster.topology import Topology
+from megatron_gcpo.policy.head import head_gram_rows
 from megatron_gcpo.policy.model import Policy
-from megatron_gcpo.policy.pack import MicroBatch, context_shard, row_boundaries
+from megatron_gcpo.policy.pack import MicroBatch, context_shard, row_boundaries, trained_rows
 from megatron_gcpo.policy.replay import Replay
 from megatron_gcpo.policy.vocab import linear_token_statistics
 from megatron_gcpo.types import TokenStats
 
 STATISTICS = ("logprobs_T", "entropy_T", "sum_p2_T", "sum_p2_logp_T")
 """Fields of TokenStats, in the order in which the last stage stacks them; the last two on demand."""
+
+
+def statistics_names(second_moments: bool, head_gram: bool) -> tuple[str, ...]:
+    """Fields of TokenStats that a forward pass stacks, in order."""
+    return (*STATISTICS[: 4 if second_moments else 2], *(("head_gram_T",) if head_gram else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +75,14 @@ class Forward:
         *,
         forward_only: bool,
         second_moments: bool = False,
+        head_gram: bool = False,
     ) -> list[Any]:
         """All micro-batches forward, and backward unless ``forward_only``. Collective over the replica.
 
         on_last_stage(micro-batch on the device, its statistics) returns (scalar loss, report); losses of micro-batches
         are differentiated as scale.loss_factor assumes. Returns the reports in order on the last stage, [] elsewhere.
-        second_moments: whether the statistics have sum p^2 and sum p^2 log p.
+        second_moments: whether the statistics have sum p^2 and sum p^2 log p; head_gram: whether they have the squared
+        gradient of the output layer (not differentiable, whole sequences on a rank).
         """
         chunks = self.policy.chunks
         if len(chunks) > 1 and self.topology.pp_size == 2:
@@ -84,7 +92,7 @@ class Forward:
         iterators = [iter(micro) for _ in chunks]
         return get_forward_backward_func()(
             forward_step_func=lambda data, chunk: self._step(
-                next(data), chunk, on_last_stage, forward_only, second_moments
+                next(data), chunk, on_last_stage, forward_only, second_moments, head_gram
             ),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
@@ -101,6 +109,7 @@ class Forward:
         on_last_stage: Callable[[MicroBatch, TokenStats], tuple[torch.Tensor, Any]],
         forward_only: bool,
         second_moments: bool,
+        head_gram: bool,
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, Any]]]:
         micro = micro.to(self.policy.device)
         shard, attention = self._attention(micro)
@@ -109,7 +118,7 @@ class Forward:
             output = chunk(
                 input_ids=shard.tokens_RS,
                 position_ids=shard.position_ids_RS,
-                output_processor=partial(self._statistics, second_moments=second_moments),
+                output_processor=partial(self._statistics, second_moments=second_moments, head_gram=head_gram),
                 output_processor_context=shard,
                 **attention,
                 **self._routing(shard, chunk),
@@ -117,7 +126,8 @@ class Forward:
 
         def finish(values_KRS: torch.Tensor) -> tuple[torch.Tensor, Any]:
             values = [self._on_tokens(shard, values_RS) for values_RS in values_KRS]
-            return on_last_stage(micro, TokenStats(**dict(zip(STATISTICS, values, strict=False))))
+            names = statistics_names(second_moments, head_gram)
+            return on_last_stage(micro, TokenStats(**dict(zip(names, values, strict=True))))
 
         return output, finish
 
@@ -162,24 +172,28 @@ class Forward:
         output_weight: torch.Tensor | None,
         context: MicroBatch,
         second_moments: bool,
+        head_gram: bool,
         **_: Any,
     ) -> torch.Tensor:
-        """[2 or 4, R, S] fp32 STATISTICS of the targets, from [S, R, H] hidden states (S / tp of them under SP)."""
+        """[2 to 5, R, S] fp32 ``statistics_names`` of the targets, from [S, R, H] hidden states (S / tp of them under SP)."""
         if self.policy.provider.sequence_parallel:
             hidden_SRH = gather_from_sequence_parallel_region(hidden_states, group=self.topology.tp_pg)
         else:
             hidden_SRH = copy_to_tensor_model_parallel_region(hidden_states, group=self.topology.tp_pg)
+        weight_VH = output_layer.weight if output_weight is None else output_weight
+        settings: dict[str, Any] = {
+            "vocab_size": self.policy.vocab_size,
+            "temperature": self.temperature,
+            "chunk_tokens": self.chunk_tokens,
+        }
+        targets_SR, tp_pg = context.targets_RS.T, self.topology.tp_pg
         stats = linear_token_statistics(
-            hidden_SRH,
-            output_layer.weight if output_weight is None else output_weight,
-            context.targets_RS.T,
-            self.topology.tp_pg,
-            vocab_size=self.policy.vocab_size,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            second_moments=second_moments,
+            hidden_SRH, weight_VH, targets_SR, tp_pg, second_moments=second_moments, **settings
         )
-        values = (stats.logprobs, stats.entropy, stats.sum_p2, stats.sum_p2_logp)
+        values = [stats.logprobs, stats.entropy, stats.sum_p2, stats.sum_p2_logp]
+        if head_gram:
+            assert self.topology.cp_size == 1, f"got {self.topology.cp_size} context ranks, expected whole sequences"
+            values.append(head_gram_rows(hidden_SRH, weight_VH, targets_SR, trained_rows(context).T, tp_pg, **settings))
         return torch.stack([value.T for value in values if value is not None])
 
     def _on_tokens(self, shard: MicroBatch, values_RS: torch.Tensor) -> torch.Tensor:

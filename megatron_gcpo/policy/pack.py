@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron_gcpo.loss.rows import row_of_token
 from megatron_gcpo.policy.layout import Layout, Rows
 from megatron_gcpo.types import TokenBatch
 
@@ -123,6 +124,14 @@ def gather_tokens(parts: Sequence[MicroBatch], values: Sequence[torch.Tensor]) -
     values_T = torch.cat(list(values))
     take_T = torch.cat([part.take_T for part in parts]).to(values_T.device)
     return torch.zeros_like(values_T).index_copy(0, take_T, values_T)
+
+
+def trained_rows(micro: MicroBatch) -> torch.Tensor:
+    """[R, S] int64 row of ``micro.batch`` whose trained token the logits at each position predict, -1: none."""
+    if not micro.num_tokens:
+        return torch.full_like(micro.source_RS, -1)
+    row_T = torch.where(micro.batch.mask_T > 0, row_of_token(micro.batch), -1)
+    return torch.where(micro.source_RS >= 0, row_T[micro.source_RS.clamp(min=0)], -1)
 
 
 def row_boundaries(micro: MicroBatch) -> list[int]:

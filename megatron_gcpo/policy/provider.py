@@ -126,7 +126,10 @@ def make_provider(
     }
     for name, value in settings.items():
         setattr(provider, name, value)
-    provider.finalize()
+    try:
+        provider.finalize()
+    except AssertionError as error:
+        raise ValueError(f"Megatron-Core does not allow this model in this layout: {error}") from error
     return bridge, provider
 
 

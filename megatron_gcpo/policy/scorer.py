@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import TrainConfig
 from megatron_gcpo.policy import pack
-from megatron_gcpo.policy.forward import STATISTICS, Forward
+from megatron_gcpo.policy.forward import Forward, statistics_names
 from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.policy.replay import Replay
 from megatron_gcpo.types import TokenBatch, TokenStats
@@ -40,21 +40,26 @@ class Scorer:
             replay=Replay(policy, topology) if router_replay else None,
         )
 
-    def logprobs(self, batch: TokenBatch, *, second_moments: bool = False) -> TokenStats:
+    def logprobs(
+        self, batch: TokenBatch, *, second_moments: bool = False, head_gram: bool = False
+    ) -> TokenStats:
         """Statistics of every token, without gradient; on every rank of the replica, on the CPU.
 
-        second_moments: whether sum p^2 and sum p^2 log p are among them.
+        second_moments: whether sum p^2 and sum p^2 log p are among them; head_gram: whether the squared gradient of the
+        output layer is.
         """
         micro = self._micro_batches(batch)
         self._set_training(False)
-        names = STATISTICS if second_moments else STATISTICS[:2]
+        names = statistics_names(second_moments, head_gram)
 
         def report(part: pack.MicroBatch, stats: TokenStats) -> tuple[torch.Tensor, torch.Tensor]:
             values_KT = torch.stack([getattr(stats, name) for name in names])
             return values_KT.new_zeros(()), values_KT
 
         with torch.no_grad():
-            reports = self._forward.run(micro, report, forward_only=True, second_moments=second_moments)
+            reports = self._forward.run(
+                micro, report, forward_only=True, second_moments=second_moments, head_gram=head_gram
+            )
         values_KT = torch.zeros(len(names), len(batch.tokens_T), dtype=torch.float32, device=self.policy.device)
         if self.topology.is_last_stage:
             for k in range(len(names)):

@@ -67,7 +67,7 @@ def token_statistics(
     Raises ValueError for a temperature or chunk size that is not positive.
     """
     assert targets.shape == logits.shape[:-1], f"got targets {targets.shape}, expected {logits.shape[:-1]}"
-    shard = _Shard.of(logits.shape[-1], vocab_size, tp_group, temperature, chunk_tokens)
+    shard = Shard.of(logits.shape[-1], vocab_size, tp_group, temperature, chunk_tokens)
     flat = logits.reshape(-1, logits.shape[-1])
     values = _LogitStatistics.apply(flat, targets.reshape(-1), shard, second_moments)
     return Statistics(**{name: v.view(targets.shape) for name, v in zip(_NAMES, values, strict=False)})
@@ -94,7 +94,7 @@ def linear_token_statistics(
     GPTModel this is what an ``output_processor`` would call.
     """
     assert targets.shape == hidden.shape[:-1], f"got targets {targets.shape}, expected {hidden.shape[:-1]}"
-    shard = _Shard.of(weight.shape[0], vocab_size, tp_group, temperature, chunk_tokens)
+    shard = Shard.of(weight.shape[0], vocab_size, tp_group, temperature, chunk_tokens)
     flat = hidden.reshape(-1, hidden.shape[-1])
     values = _LinearStatistics.apply(flat, weight, targets.reshape(-1), shard, second_moments)
     return Statistics(**{name: v.view(targets.shape) for name, v in zip(_NAMES, values, strict=False)})
@@ -104,7 +104,7 @@ _NAMES = ("logprobs", "entropy", "sum_p2", "sum_p2_logp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shard:
+class Shard:
     """Which part of the vocabulary this rank holds, and how its logits become probabilities."""
 
     first: int
@@ -120,7 +120,7 @@ class _Shard:
     @classmethod
     def of(
         cls, width: int, vocab_size: int, pg: dist.ProcessGroup | None, temperature: float, chunk_tokens: int
-    ) -> _Shard:
+    ) -> Shard:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}: set rollout.temperature")
         if chunk_tokens < 1:
@@ -153,7 +153,7 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _measure(z_TV: torch.Tensor, targets_T: torch.Tensor, shard: _Shard, second_moments: bool) -> torch.Tensor:
+def _measure(z_TV: torch.Tensor, targets_T: torch.Tensor, shard: Shard, second_moments: bool) -> torch.Tensor:
     """[4 or 6, T]: m, log Z, then the statistics in the order of _NAMES. Consumes z_TV (overwritten)."""
     max_T = z_TV.amax(-1) if shard.size else z_TV.new_full((len(z_TV),), -torch.inf)
     if shard.pg is not None:
@@ -185,7 +185,7 @@ def _measure(z_TV: torch.Tensor, targets_T: torch.Tensor, shard: _Shard, second_
 def _gradient(
     z_TV: torch.Tensor,
     targets_T: torch.Tensor,
-    shard: _Shard,
+    shard: Shard,
     measured_KT: torch.Tensor,
     grads: list[torch.Tensor | None],
 ) -> torch.Tensor:
@@ -216,7 +216,7 @@ def _gradient(
 class _LogitStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, shard: _Shard, second_moments: bool
+        ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, shard: Shard, second_moments: bool
     ) -> tuple[torch.Tensor, ...]:
         rows = 6 if second_moments else 4
         measured_KT = logits_TV.new_empty(rows, len(logits_TV), dtype=_work_dtype(logits_TV.dtype))
@@ -247,7 +247,7 @@ class _LinearStatistics(torch.autograd.Function):
         hidden_TH: torch.Tensor,
         weight_VH: torch.Tensor,
         targets_T: torch.Tensor,
-        shard: _Shard,
+        shard: Shard,
         second_moments: bool,
     ) -> tuple[torch.Tensor, ...]:
         rows = 6 if second_moments else 4

@@ -59,30 +59,24 @@ def make_link(
         )
     except Unsliceable as error:
         here = error
-    ranks = _gather_or_raise(topology, here)
+    ranks = gather_or_raise(topology, here)
     assert mine is not None, "got no shards and no reason"
     tensors = sharded.tensor_list(ranks)
     asked = None
     if engine is not None:
         assert engine.control is not None, "got an engine without workers"
         asked = _needs_or_error(engine.control, topology.rank, tensors)
-    engines = [there for there in _gather_or_raise(topology, asked) if there is not None]
+    engines = [there for there in gather_or_raise(topology, asked) if there is not None]
     lanes = _lanes(topology, config, ranks, engines, tensors)
-    failed = _gather_or_raise(topology, lanes if isinstance(lanes, Unsliceable) else None)
+    failed = gather_or_raise(topology, lanes if isinstance(lanes, Unsliceable) else None)
     assert not isinstance(lanes, Unsliceable), f"got {failed}, expected the error to be raised everywhere"
     return _connect(topology, config, folder, engine, mine, lanes)
 
 
-def gather(topology: Topology, here: Any) -> list[Any]:
-    """What every rank says, by rank."""
+def gather_or_raise(topology: Topology, here: Any) -> list[Any]:
+    """What every rank says, by rank; the first ValueError that one says is raised on all of them."""
     box: list[Any] = [None] * topology.world_size
     dist.all_gather_object(box, here, group=topology.world_cpu_pg)
-    return box
-
-
-def _gather_or_raise(topology: Topology, here: Any) -> list[Any]:
-    """``gather``; the first error that a rank says is raised on all of them."""
-    box = gather(topology, here)
     for there in box:
         if isinstance(there, ValueError):
             raise there
@@ -130,10 +124,15 @@ def _connect(
             here = (channel.transport, channel.outlet.shared_path, channel.bucket_bytes)
         except ValueError as error:
             here = error
-    told = _gather_or_raise(topology, here)
+    try:
+        told = gather_or_raise(topology, here)
+    except ValueError:
+        if channel is not None:
+            channel.close()
+        raise
     for lane in lanes:
         sharded.open_slots(lane, topology.rank, channel, told[lane.leader])
-    gather(topology, None)  # everybody has opened them
+    gather_or_raise(topology, None)  # everybody has opened them
     if channel is not None:
         channel.outlet.connected()
     return Link(

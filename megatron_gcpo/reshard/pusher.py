@@ -14,7 +14,7 @@ from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import PushConfig
 from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.reshard import sharded
-from megatron_gcpo.reshard.link import Link, gather, make_link
+from megatron_gcpo.reshard.link import Link, gather_or_raise, make_link
 from megatron_gcpo.reshard.push import push
 from megatron_gcpo.reshard.source import Unsliceable
 from megatron_gcpo.reshard.stats import Phases, PushStats
@@ -94,11 +94,17 @@ class Pusher:
             link.channel.close()
 
     def _may_be_sharded(self, engine: RolloutEngine | None) -> bool:
-        """Alike on all ranks. Forgets a link whose workers are not the ones it was made for."""
-        here = None
+        """Alike on all ranks. Forgets a link whose workers are not the ones it was made for.
+
+        Raises ValueError on all ranks when an engine has no workers left.
+        """
+        here: tuple[bool, bool] | ValueError | None = None
         if engine is not None:
-            here = (engine.control is not None, self._link is None or self._is_stale(self._link, engine))
-        leaders = [there for there in gather(self.topology, here) if there is not None]
+            try:
+                here = (engine.control is not None, self._link is None or self._is_stale(self._link, engine))
+            except ValueError as error:
+                here = error
+        leaders = [there for there in gather_or_raise(self.topology, here) if there is not None]
         if any(stale for _, stale in leaders):
             self.close()
         return self.config.mode != "full" and all(has_workers for has_workers, _ in leaders)

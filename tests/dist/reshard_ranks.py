@@ -92,7 +92,7 @@ def failures(case: dict[str, Any], folder: str) -> None:
     """Every way a push can go wrong is caught on the leader, and the next push recovers."""
     actor = make_actor(case)
     place = actor.topology
-    engine = PlainEngine(2) if place.is_leader else None
+    engine, spare = (PlainEngine(2), PlainEngine(2)) if place.is_leader else (None, None)
     pusher = Pusher(actor, place, PushConfig.model_validate({"bucket_bytes": 20_000, **case["push"]}), Path(folder))
 
     def good_push(version: int) -> None:
@@ -152,7 +152,7 @@ def failures(case: dict[str, Any], folder: str) -> None:
         pusher.push(engine, 99)
     if engine is not None:
         engine.close()
-        engine.start()
+        engine = spare
     good_push(5)
     pusher.close()
     if engine is not None:

@@ -30,6 +30,8 @@ FROM_HF = (
 )
 UNKNOWN = {"GLM-4": "is not yet supported"}
 """Families that megatron-bridge does not have, and how it says so."""
+IMPOSSIBLE = {("gpt-oss", "TP2 ETP2"): "Bias in Moe is only supported when ETP==1"}
+"""What Megatron-Core refuses anywhere."""
 NOT_ON_CPUS = {"TP2 ETP2": "on CPUs the experts cannot be cut"}
 """Layouts that are converted for, and loaded elsewhere."""
 TRAINED = "Qwen3 tied, q/k norm"
@@ -60,8 +62,9 @@ def gaps(data: Path, converted: dict[tuple[str, str], str | None]) -> dict[tuple
 @pytest.mark.parametrize(("family", "layout"), PAIRS)
 def test_there_and_back_is_bit_for_bit(family: str, layout: str, data: Path, converted: dict[Any, Any]) -> None:
     """Names, shapes, types, values, index, config, tokenizer and generation config, read by the safetensors library."""
-    if family in UNKNOWN:
-        assert UNKNOWN[family] in converted[family, layout]
+    impossible = UNKNOWN.get(family) or IMPOSSIBLE.get((family, layout))
+    if impossible:
+        assert impossible in converted[family, layout]
         return
     assert converted[family, layout] is None
     source, back = data / folder_name(family), data / (folder_name(family, layout) + "_back")
@@ -84,7 +87,7 @@ def test_there_and_back_is_bit_for_bit(family: str, layout: str, data: Path, con
 
 @pytest.mark.parametrize(("family", "layout"), PAIRS)
 def test_the_trainer_starts_from_it_with_the_same_logits(family: str, layout: str, gaps: dict[Any, Any]) -> None:
-    if family in UNKNOWN:
+    if family in UNKNOWN or (family, layout) in IMPOSSIBLE:
         assert (family, layout) not in gaps
     elif layout in NOT_ON_CPUS:
         assert NOT_ON_CPUS[layout] in gaps[family, layout]

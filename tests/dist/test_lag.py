@@ -36,7 +36,8 @@ def work(recipe: str, folder: str) -> dict[str, Any]:
     lag = f"rollout.max_policy_lag={MAX_LAG}"
     seen = {"process": train(recipe, *TP2, lag, f"run.output_dir={folder}/process", f"run.steps={STEPS}")}
     with mock.patch.object(runs, "make_engine", embedded):
-        resumed = (recipe, *PLAIN, *TP2, "rollout.max_policy_lag=1", f"run.output_dir={folder}/resumed")
+        settings = ("rollout.max_policy_lag=1", "train.scheduler.lr_warmup_steps=1")
+        resumed = (recipe, *PLAIN, *TP2, *settings, f"run.output_dir={folder}/resumed")
         with mock.patch.object(runs, "Background", far_ahead):
             train(*resumed, "run.steps=2", "correction.kind=geometric")
         seen["resumed"] = train(*resumed, f"run.steps={STEPS}", "correction.kind=ais")

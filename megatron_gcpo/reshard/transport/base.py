@@ -21,10 +21,15 @@ class Section(NamedTuple):
 class Outlet(Protocol):
     """The pusher's end, on the leader."""
 
-    slots: Sequence[torch.Tensor]
-    """NUM_SLOTS buffers, each [bucket_bytes] uint8."""
-    shared_path: str | None
-    """Where other processes of this machine find the buffers, one after the other; None: they cannot."""
+    @property
+    def slots(self) -> Sequence[torch.Tensor]:
+        """NUM_SLOTS buffers, each [bucket_bytes] uint8."""
+        ...
+
+    @property
+    def shared_path(self) -> str | None:
+        """Where other processes of this machine find the buffers, one after the other; None: they cannot."""
+        ...
 
     def init_info(self) -> dict[str, Any]:
         """JSON values from which a worker opens its inlet."""

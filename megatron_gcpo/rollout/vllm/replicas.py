@@ -267,4 +267,4 @@ class _Clock:
             self._stopped_s = None
 
 
-_STARTED_AGAIN = "it was started again, and holds other weights than it was given"
+_STARTED_AGAIN = "it holds other weights than it was given: it was started again, or another trainer uses it"

@@ -107,7 +107,7 @@ class ServerEngine:
             questions.append(
                 Question(
                     body={
-                        "token_ids": list(request.prompt_token_ids),
+                        "token_ids": [int(token) for token in request.prompt_token_ids],
                         "sampling_params": sampling_params(request, sampling),
                     },
                     read=lambda replica, answer, r=request, who=who: replica.read_sample(
@@ -127,9 +127,10 @@ class ServerEngine:
         for n, (prompt, completion) in enumerate(sequences):
             check_fits(len(prompt), len(completion), self._max_positions, f"sequence {n}")
             who = f"sequence {n}"
+            token_ids = [int(token) for token in (*prompt, *completion)]  # arrays' integers are none for JSON
             questions.append(
                 Question(
-                    body={"token_ids": [*prompt, *completion], "sampling_params": scoring_params()},
+                    body={"token_ids": token_ids, "sampling_params": scoring_params()},
                     read=lambda replica, answer, p=prompt, c=completion, who=who: replica.read_scores(
                         answer, p, c, who
                     ),

@@ -127,7 +127,7 @@ def pays(name: str, rewards: list[float], e: np.ndarray, logp: list[float]) -> n
             return standardized(r / (1 + np.maximum(similar, 0)))
         case "unlikeliness":
             return standardized(unlikely(rewards, logp))
-        case "reinforce_pp" | "conspo":
+        case "reinforce_pp" | "conspo" | "lead" | "bet" | "vigor" | "ed_idpo":
             return r
         case _:
             return standardized(rewards)
@@ -234,6 +234,93 @@ def drift_regression(rows: list[Row], lam: float = 0.7) -> torch.Tensor:
     return (lam / 2 * (drifts - drifts.mean().detach() - targets).square()).mean()
 
 
+def lengths_pay(rows: list[Row], longest: float) -> Rows:
+    """LEAD's mixture on each row, whitened over tokens, after one update of weights that start at one half."""
+    groups = [[row for row in rows if row.group == g] for g in sorted({row.group for row in rows})]
+    correct, near, mixed = [], [], []
+    for group in groups:
+        right = [len(row.logp) for row in group if row.pay >= 0.5]
+        aim = min(max(np.mean(right), 1), longest) if right else longest
+        correct.append(np.array([row.pay for row in group]))
+        near.append(np.array([max(-1, 1 - abs(len(row.logp) - aim) / aim) for row in group]))
+    weights = []
+    for kept in (correct, [n[c >= 0.5] for n, c in zip(near, correct, strict=True) if (c >= 0.5).any()]):
+        means = [k.mean() for k in kept]
+        spread = np.sqrt(np.mean([k.var() for k in kept]) + np.var(means))
+        left = 1 - (np.mean(means) if kept is correct else (np.mean(means) + 1) / 2)
+        weights.append(spread / abs(np.mean(means)) * left)
+    share = max(0.95 * 0.5 + 0.05 * weights[0] / sum(weights), 0.3)
+    for c, n in zip(correct, near, strict=True):
+        mixed += (share * standardized(c) + (1 - share) * standardized(n)).tolist()
+    everyone = np.concatenate([[m] * len(row.logp) for m, row in zip(mixed, rows, strict=True)])
+    return [torch.full_like(r.old, (m - everyone.mean()) / everyone.std()) for m, r in zip(mixed, rows, strict=True)]
+
+
+def budgets_pay(rows: list[Row], limit: int) -> list[float]:
+    """BET for answers that predict nothing and never fold."""
+    pays = []
+    for g in sorted({row.group for row in rows}):
+        own = [row for row in rows if row.group == g]
+        right = sorted(len(row.logp) for row in own if row.pay >= 0.5)
+        share = len(right) / len(own)
+        best = np.mean(right[: max(1, math.ceil(0.3 * len(right)))]) if right else None
+        earned = []
+        for row in own:
+            size = len(row.logp)
+            pay = 1.0 if row.pay >= 0.5 else -0.2 * min(1, size / limit)
+            if row.pay >= 0.5 and share > 0.25:
+                pay += 0.3 * max(0, 1 - size / best)
+            if best is None:
+                pay -= 0.2 * 0.5 + 0.1 * 0.5
+            else:
+                gap = 0.5 - min(1, best / limit)
+                pay -= 0.1 * abs(0.5 - share) + 0.2 * (2 * -gap if gap < 0 else gap)
+            earned.append(pay)
+        pays += standardized(earned).tolist()
+    return pays
+
+
+def unlike_reference(row: Row) -> float:
+    return min(float((row.ref - row.old).sum().exp()), 5) - 1
+
+
+def preferences(rows: list[Row], beta: float, alpha: float) -> torch.Tensor:
+    groups, losses = sorted({row.group for row in rows}), []
+    for g in groups:
+        right = [(row.logp - row.ref).sum() for row in rows if row.group == g and row.pay >= 0.5]
+        wrong = [(row.logp - row.ref).sum() for row in rows if row.group == g and row.pay < 0.5]
+        pairs = [-torch.nn.functional.logsigmoid(beta * (a - b)) for a in right for b in wrong]
+        losses.append(torch.stack(pairs).mean() if pairs else torch.zeros(()))
+    exploring = torch.stack([alpha * unlike_reference(row) * row.logp.sum() for row in rows]).mean()
+    return torch.stack(losses).mean() + exploring
+
+
+def small_gradients_pay(rows: list[Row], world: World) -> list[float]:
+    """VIGOR: the table of logits is the output layer of one-hot hidden states, and autograd gives its gradient."""
+    scores = []
+    for row, rollout, prompt in zip(
+        rows,
+        [r for group in world.groups for r in group.rollouts],
+        [group.prompt for group in world.groups for _ in group.rollouts],
+        strict=True,
+    ):
+        table = world.start.clone().requires_grad_()
+        before = [prompt.token_ids[-1], *rollout.token_ids.tolist()[:-1]]
+        logp = table.log_softmax(-1)[before].gather(1, torch.from_numpy(rollout.token_ids)[:, None])
+        (gradient,) = torch.autograd.grad(-logp.mean(), table)
+        scores.append(-math.sqrt(len(row.logp)) * gradient.norm().item())
+    pays = []
+    for g in sorted({row.group for row in rows}):
+        own = [round(s, 9) for s, row in zip(scores, rows, strict=True) if row.group == g]
+        places = [np.mean([i for i, x in enumerate(sorted(own)) if x == s]) for s in own]
+        pays += standardized([2 * place / (len(own) - 1) - 1 for place in places]).tolist()
+    return pays
+
+
+def paid(rows: list[Row], pays: Sequence[float]) -> torch.Tensor:
+    return over_rows(rows, [clipped(row, torch.full_like(row.old, p)) for row, p in zip(rows, pays, strict=True)])
+
+
 def objective(name: str, world: World, current: torch.Tensor, progress: float) -> torch.Tensor:
     """The loss of a step at ``current``, differentiable; statistics of the old policy where the method says so."""
     rows = rows_of(name, world, current)
@@ -303,6 +390,17 @@ def objective(name: str, world: World, current: torch.Tensor, progress: float) -
             return over_rows(
                 rows, [v + 0.3 * (row.p * row.p.log()).sum(-1) for v, row in zip(plain, rows, strict=True)]
             )
+        case "lead":
+            return over_rows(rows, [clipped(r, a) for r, a in zip(rows, lengths_pay(rows, 5.0), strict=True)])
+        case "bet":
+            return paid(rows, budgets_pay(rows, 5))
+        case "vigor":
+            return paid(rows, small_gradients_pay(rows, world))
+        case "ed_grpo":
+            exploring = [0.3 * unlike_reference(row) * row.logp for row in rows]
+            return over_rows(rows, [v + e for v, e in zip(plain, exploring, strict=True)])
+        case "ed_idpo":
+            return preferences(rows, beta=0.6, alpha=0.3)
         case "fg_expo":
             accuracy = np.mean([x for r in world.rewards for x in r])
             beta = 0.5 * (math.tanh(accuracy) + 1) / 2

@@ -107,8 +107,8 @@ def test_a_group_of_one_is_refused_or_finite(name):
         assert torch.isfinite(taken.gradient).all()
 
 
-PULLED = {"entropy_bonus", "fg_expo", "rspo", "kl_cov"}
-"""Terms that act on every token, whatever the rewards."""
+PULLED = {"entropy_bonus", "fg_expo", "rspo", "kl_cov", "ed_grpo", "ed_idpo", "vigor"}
+"""Terms that act on every token, whatever the rewards, and a method that reads none."""
 FROM_ALL_WRONG = {"gcpo_gold", "dqo"} | PULLED
 """A reference takes a place, or diversity is paid to wrong answers too; every other all-wrong step has no gradient."""
 FROM_ALL_RIGHT = {"gcpo", "marginal", "darling", "dqo", "dra_grpo", "unlikeliness"} | PULLED

@@ -23,6 +23,7 @@ def inputs(rewards_G, embeddings_GD=None, lengths_G=None) -> CreditInputs:
         logprobs_G=-torch.arange(len(rewards_G), dtype=torch.float64),
         embeddings_GD=embeddings_GD,
         lengths_G=torch.tensor(lengths_G or [5] * len(rewards_G)),
+        texts_G=("",) * len(rewards_G),
     )
 
 

@@ -11,7 +11,7 @@ from tests.unit.methods.test_contract import world_for
 from tests.unit.methods.world import make_world, take_step
 
 STATES = {"papo": {"papo": {"entropy": 1.5}}}
-VALUE_DIFFERS = {"conspo", "rspo", "cispo"}
+VALUE_DIFFERS = {"conspo", "rspo", "cispo", "ed_grpo", "ed_idpo"}
 """The two-phase form is linear in the log-probabilities: same gradient, another value."""
 
 

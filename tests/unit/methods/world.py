@@ -29,6 +29,10 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "entropy_bonus": {"loss": {"entropy_coef": 0.3}},
     "fg_expo": {"loss": {"kl_coef": 0.5}},
     "rspo": {"lam": 0.7},
+    "lead": {"shortest": 1, "longest": 5},
+    "bet": {"max_tokens": 5},
+    "ed_grpo": {"alpha": 0.3},
+    "ed_idpo": {"alpha": 0.3, "beta": 0.6},
     "gspo": {"loss": {"clip_low": 0.03, "clip_high": 0.04}},
 }
 """Options under which the part that makes a method what it is shows in a world this small."""
@@ -129,7 +133,19 @@ def statistics(table: torch.Tensor, batch: TokenBatch) -> TokenStats:
         (p_TV.square() * log_p_TV).sum(-1),
     )
     names = ("logprobs_T", "entropy_T", "sum_p2_T", "sum_p2_logp_T")
-    return TokenStats(**{n: torch.where(first_T, 0.0, v) for n, v in zip(names, values, strict=True)})
+    stats = TokenStats(**{n: torch.where(first_T, 0.0, v) for n, v in zip(names, values, strict=True)})
+    residuals_TV = p_TV.detach() - torch.nn.functional.one_hot(batch.tokens_T, len(table))
+    return replace(stats, head_gram_T=head_gram(residuals_TV, torch.eye(len(table)).double()[before_T], batch))
+
+
+def head_gram(residuals_TV: torch.Tensor, hidden_TH: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """TokenStats.head_gram_T from (p - e) and hidden states: token by token against its row's whole gradient."""
+    residuals_TV = residuals_TV * batch.mask_T[:, None]
+    gram_T = torch.zeros(len(residuals_TV), dtype=residuals_TV.dtype)
+    for begin, end in zip(batch.cu_seqlens_N1[:-1].tolist(), batch.cu_seqlens_N1[1:].tolist(), strict=True):
+        gradient_VH = residuals_TV[begin:end].T @ hidden_TH[begin:end]
+        gram_T[begin:end] = ((residuals_TV[begin:end] @ gradient_VH) * hidden_TH[begin:end]).sum(1)
+    return gram_T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +181,7 @@ def credited_batch(method: Method, options: MethodOptions, world: World) -> Toke
             embeddings_GD=embeddings_GD if needs & EMBEDDING_NEEDS else None,
             lengths_G=lengths_G,
             logprobs_G=torch.tensor([float(r.logprobs.sum(dtype="float64")) for r in group.rollouts]).double(),
+            texts_G=tuple(r.text for r in group.rollouts),
         )
         groups.append(group)
         credits.append(method.credit(inputs, options))

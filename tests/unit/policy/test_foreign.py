@@ -114,11 +114,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     )
     cases = {
         "x.weight is not in it": shard("x.weight", torch.empty(2)),
-        "linear_fc2.weight is [3, 4, 5] there": shard(
+        "linear_fc2.weight is [4, 5] there and [4, 9] here": shard(
             "decoder.layers.mlp.linear_fc2.weight", torch.empty(OUT, 9), (0, 0, LAYERS), stacked=1
         ),
         # a model with more layers than the checkpoint
-        "and [4, 5] here": shard("decoder.layers.5.mlp.linear_fc2.weight", torch.empty(OUT, IN)),
+        "layers.5.mlp.linear_fc2.weight is not in it": shard(
+            "decoder.layers.5.mlp.linear_fc2.weight", torch.empty(OUT, IN)
+        ),
         # fewer rows than the true vocabulary
         "is [6, 5] there": shard("embedding.word_embeddings.weight", torch.empty(8, IN), allow_shape_mismatch=True),
     }

@@ -267,7 +267,7 @@ def test_score(connect: Callable[..., ServerEngine], servers: Callable[..., list
     fakes = servers(2)
     engine = connect(*fakes)
     push(engine, 1)
-    sequences = [((1, 2, n), tuple(range(5 + n))) for n in range(6)]
+    sequences = [((1, 2, n), np.arange(5 + n)) for n in range(6)]
     for paused in (False, True):
         if paused:
             engine.pause()
