@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_gcpo.embed import cosine_metrics, embed_groups, embedded_span
+from megatron_gcpo.leader import Leader
 from megatron_gcpo.methods import EMBEDDING_NEEDS, has_signal
 from megatron_gcpo.observe.staleness import staleness
 from megatron_gcpo.observe.tally import Tally
 from megatron_gcpo.observe.timers import Stopwatch
-from megatron_gcpo.run import Leader, Run
+from megatron_gcpo.run import Run
 from megatron_gcpo.types import Credit, CreditInputs, Group, Verdicts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,7 @@ from megatron_gcpo.policy import manifest
 from megatron_gcpo.policy.hf_config import check_layout, complete_model, read_hf_config
 from megatron_gcpo.policy.source import find_foreign
 from megatron_gcpo.resume import check_continuation, find_checkpoint
+from megatron_gcpo.rollout.build import check_engine
 from megatron_gcpo.rollout.engine import check_fits
 from megatron_gcpo.verify.table import create
 
@@ -41,6 +43,7 @@ def preflight(config: Config, folder: Path, *, starts_now: bool = True) -> None:
     tokenizer = load_tokenizer(config.model, config.data.train)
     hf_config = read_hf_config(complete_model(config.model, tokenizer))
     check_layout(hf_config, config.cluster, config.model.megatron)
+    check_engine(config, hf_config, cpu=config.cluster.platform == "cpu" or not torch.cuda.is_available())
     start = config.model.start_from if starts_now else None
     if checkpoint is not None:
         found = manifest.read(checkpoint)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_gcpo.cluster.deadline import Watch
@@ -17,19 +16,14 @@ from megatron_gcpo.config.records import Config
 from megatron_gcpo.credit.tokens import demonstration_batch
 from megatron_gcpo.data import (
     CurriculumSampler,
-    PromptSampler,
-    PromptSet,
     RowSampler,
     load_prompts,
     load_tokenizer,
-    make_sampler,
-    make_task,
 )
-from megatron_gcpo.embed import Encoder
+from megatron_gcpo.leader import Leader, make_leader
 from megatron_gcpo.loss import nll
 from megatron_gcpo.loss.correction import correct
 from megatron_gcpo.methods import (
-    EMBEDDING_NEEDS,
     Memory,
     Method,
     MethodOptions,
@@ -47,54 +41,8 @@ from megatron_gcpo.policy.reference import Reference
 from megatron_gcpo.reshard.check import GapLimit, default_gap_limit
 from megatron_gcpo.reshard.pusher import Pusher
 from megatron_gcpo.reshard.verified import verified_push
-from megatron_gcpo.rollout import RolloutEngine, Sampling, generate_groups
-from megatron_gcpo.rollout.background import Background, Rollouts, Synchronous
-from megatron_gcpo.rollout.build import make_engine
 from megatron_gcpo.seeds import seed_libraries
-from megatron_gcpo.types import Group, Rollout, TokenBatch, TokenStats
-from megatron_gcpo.verify.pool import VerifierPool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leader:
-    """What only the leader of a replica holds: everything that sees text."""
-
-    tokenizer: Any
-    prompts: PromptSet
-    heldout: PromptSet | None
-    sampler: PromptSampler | CurriculumSampler
-    engine: RolloutEngine
-    rollouts: Rollouts
-    """Draws the groups of the steps with ``engine``, maybe ahead of time."""
-    sampling: Sampling
-    pool: VerifierPool
-    encoder: Encoder | None
-    """None when neither the method nor an evaluation compares rollouts; loading one takes seconds."""
-    strategy_of: Callable[[str], str | None] | None
-    """Labels a solution's strategy, for measuring only; packaged tasks know theirs."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def reference_rollout(self, prompt: int, max_new_tokens: int) -> Rollout | None:
-        """The prompt's worked solution of largest weight as if it had been sampled; no engine drew it: log-probs are NaN.
-
-        None when there is none, or none that fits max_new_tokens.
-        """
-        texts, weights = self.prompts.demonstrations(prompt), self.prompts.demonstration_weights_P[prompt]
-        if not texts:
-            return None
-        text = texts[max(range(len(texts)), key=lambda i: weights[i])]
-        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        if len(ids) > max_new_tokens:
-            return None
-        return Rollout(
-            token_ids=np.asarray(ids, dtype=np.int64),
-            logprobs=np.full(len(ids), np.nan, dtype=np.float32),
-            text=text,
-            finish_reason="stop",
-            versions_T=np.full(len(ids), self.engine.policy_version, dtype=np.int32),
-        )
+from megatron_gcpo.types import TokenBatch, TokenStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,90 +258,9 @@ def assemble(config: Config, topology: Topology, watch: Watch, folder: Path) -> 
         method=method,
         options=options,
         leader=(
-            None if prompts is None else _leader(config, topology, tokenizer, prompts, policy.hf_config, needs, options)
+            None
+            if prompts is None
+            else make_leader(config, topology, tokenizer, prompts, policy.hf_config, needs, options)
         ),
         rows=rows,
     )
-
-
-def _leader(
-    config: Config,
-    topology: Topology,
-    tokenizer: Any,
-    prompts: PromptSet,
-    hf_config: Any,
-    needs: frozenset[Need],
-    options: MethodOptions,
-) -> Leader:
-    rollout = config.rollout
-    heldout = None if config.data.heldout is None else load_prompts(config.data.heldout, config.data, tokenizer)
-    sampling = Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop_token_ids=(tokenizer.eos_token_id, *rollout.stop_token_ids),
-    )
-    engine = make_engine(
-        config, hf_config, topology.platform, replica=topology.replica, num_replicas=topology.num_replicas
-    )
-    sampler = make_sampler(
-        options.sampler,
-        num_prompts=len(prompts),
-        prompts_per_step=rollout.prompts_per_step,
-        seed=config.run.seed,
-        num_replicas=topology.num_replicas,
-    )
-    return Leader(
-        tokenizer=tokenizer,
-        prompts=prompts,
-        heldout=heldout,
-        sampler=sampler,
-        engine=engine,
-        rollouts=_rollouts(config, topology.replica, prompts, sampler, engine, sampling, tokenizer),
-        sampling=sampling,
-        pool=VerifierPool(config.verify),
-        encoder=Encoder(config.embed, topology.platform.device) if needs & EMBEDDING_NEEDS or heldout else None,
-        strategy_of=_strategy_of(config),
-    )
-
-
-def _rollouts(
-    config: Config,
-    replica: int,
-    prompts: PromptSet,
-    sampler: PromptSampler | CurriculumSampler,
-    engine: RolloutEngine,
-    sampling: Sampling,
-    tokenizer: Any,
-) -> Rollouts:
-    rollout = config.rollout
-
-    def draw(step: int, round: int) -> list[Group]:
-        return generate_groups(
-            engine,
-            [prompts.prompts[i] for i in sampler.share(step, replica, round)],
-            group_size=rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            sampling=sampling,
-            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-            run_seed=config.run.seed,
-            step=step,
-        )
-
-    if rollout.max_policy_lag == 0 or config.run.stage != "rl":
-        return Synchronous(draw=draw)
-    return Background(draw, engine, max_lag=rollout.max_policy_lag, num_steps=config.run.steps)
-
-
-def _strategy_of(config: Config) -> Callable[[str], str | None] | None:
-    source = config.data.train
-    if source.kind != "task":
-        return None
-    strategy = make_task(source.name, source.options).strategy
-
-    def label(text: str) -> str | None:
-        name = strategy(text)
-        return None if name == "none" else name
-
-    return label

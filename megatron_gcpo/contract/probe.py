@@ -11,8 +11,8 @@ import torch
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.contract.facts import token_facts
 from megatron_gcpo.credit.tokens import demonstration_batch
+from megatron_gcpo.leader import Leader
 from megatron_gcpo.rollout.engine import SampleRequest
-from megatron_gcpo.run import Leader
 from megatron_gcpo.seeds import derive_seed
 from megatron_gcpo.types import TokenBatch
 

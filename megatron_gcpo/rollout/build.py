@@ -28,7 +28,7 @@ def make_engine(
             "max_batch_rows": rollout.max_batch_rows,
             "return_routed_experts": rollout.router_replay and config.run.stage == "rl",
         }
-        if rollout.max_policy_lag:
+        if rollout.max_policy_lag and config.run.stage == "rl":
             from megatron_gcpo.rollout.engine_process import EngineProcess
 
             return EngineProcess(hf_config, **options, num_threads=config.cluster.threads_per_process)

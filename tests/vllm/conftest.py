@@ -5,10 +5,6 @@ import pytest
 from megatron_gcpo.rollout.vllm import capabilities
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "vllm: starts a real vLLM")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     try:
         capabilities.installed()

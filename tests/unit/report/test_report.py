@@ -85,8 +85,6 @@ def data_of(page: str) -> dict[str, Any]:
 def test_the_page_says_how_much_of_a_run_it_holds(tmp_path: Path) -> None:
     (run,) = payload([make_run(tmp_path / "r")], Sampled(steps=3, prompts=2), Axes(), "completion")["runs"]
     assert sorted({group["step"] for group in run["groups"]}) == [1, 3, 6]
-        g["step"] for g in run["groups"]
-    }
     assert run["sampled"] == "6 of the 9 groups of 3 of 6 saved steps"
     assert run["series"]["eval/pass@1"] == ([0], [0.25])
     assert (run["label"], run["finished"]) == ("gcpo", True)
