@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_gcpo.embed import cosine_metrics, embed_groups, embedded_span
+from megatron_gcpo.environments import score, turns_of
 from megatron_gcpo.leader import Leader
 from megatron_gcpo.methods import EMBEDDING_NEEDS, has_signal
 from megatron_gcpo.observe.staleness import staleness
@@ -62,7 +63,7 @@ def collect(run: Run, leader: Leader, step: int, clock: Stopwatch) -> Experience
             sampled = leader.rollouts.take(step, round)
         tally.add_all(leader.rollouts.take_metrics())
         with clock("verify"):
-            judged = leader.pool.score(sampled)
+            judged = score(leader.pool, sampled)
             tally.add_all({name: float(n) for name, n in leader.pool.counts.items()})
         drawn += judged
         seen |= {i: float(verdict.rewards_G.mean()) for i, verdict in zip(prompts, judged, strict=True)}
@@ -118,10 +119,13 @@ def _credit(
                     lengths_G=lengths_G,
                     logprobs_G=_logprobs(group),
                     texts_G=tuple(rollout.text for rollout in group.rollouts),
+                    turns=turns_of(group, verdict),
                 ),
                 run.options,
             )
-            for group, rewards_G, embeddings_GD, lengths_G in zip(groups, rewards, embeddings, lengths, strict=True)
+            for group, verdict, rewards_G, embeddings_GD, lengths_G in zip(
+                groups, verdicts, rewards, embeddings, lengths, strict=True
+            )
         ]
 
 

@@ -11,8 +11,10 @@ import numpy as np
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.data import CurriculumSampler, PromptSampler, PromptSet, load_prompts, make_sampler, make_task
+from megatron_gcpo.data.template import turn_frame
 from megatron_gcpo.embed import Encoder
-from megatron_gcpo.methods import EMBEDDING_NEEDS, MethodOptions, Need
+from megatron_gcpo.environments import Environment, play
+from megatron_gcpo.methods import EMBEDDING_NEEDS, Method, MethodOptions, Need
 from megatron_gcpo.rollout import RolloutEngine, Sampling, generate_groups
 from megatron_gcpo.rollout.background import Background, Rollouts, Synchronous
 from megatron_gcpo.rollout.build import make_engine
@@ -69,6 +71,7 @@ def make_leader(
     prompts: PromptSet,
     hf_config: Any,
     needs: frozenset[Need],
+    method: Method,
     options: MethodOptions,
 ) -> Leader:
     """Everything that sees text, on the leader of a replica; its engine holds no weights yet."""
@@ -97,7 +100,7 @@ def make_leader(
         heldout=heldout,
         sampler=sampler,
         engine=engine,
-        rollouts=_rollouts(config, topology.replica, prompts, sampler, engine, sampling, tokenizer),
+        rollouts=_rollouts(config, topology.replica, prompts, sampler, engine, sampling, tokenizer, method.environment),
         sampling=sampling,
         pool=VerifierPool(config.verify),
         encoder=Encoder(config.embed, topology.platform.device) if needs & EMBEDDING_NEEDS or heldout else None,
@@ -113,20 +116,23 @@ def _rollouts(
     engine: RolloutEngine,
     sampling: Sampling,
     tokenizer: Any,
+    environment: Environment | None,
 ) -> Rollouts:
     rollout = config.rollout
 
     def draw(step: int, round: int) -> list[Group]:
-        return generate_groups(
-            engine,
-            [prompts.prompts[i] for i in sampler.share(step, replica, round)],
-            group_size=rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            sampling=sampling,
-            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-            run_seed=config.run.seed,
-            step=step,
-        )
+        settings: dict[str, Any] = {
+            "max_new_tokens": rollout.max_new_tokens,
+            "sampling": sampling,
+            "decode": lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+            "run_seed": config.run.seed,
+            "step": step,
+        }
+        wanted = [prompts.prompts[i] for i in sampler.share(step, replica, round)]
+        groups = generate_groups(engine, wanted, group_size=rollout.group_size, **settings)
+        if environment is None:
+            return groups
+        return play(engine, groups, environment, frame=turn_frame(config.data, tokenizer), **settings)
 
     if rollout.max_policy_lag == 0 or config.run.stage != "rl":
         return Synchronous(draw=draw)

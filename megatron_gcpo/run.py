@@ -260,7 +260,7 @@ def assemble(config: Config, topology: Topology, watch: Watch, folder: Path) -> 
         leader=(
             None
             if prompts is None
-            else make_leader(config, topology, tokenizer, prompts, policy.hf_config, needs, options)
+            else make_leader(config, topology, tokenizer, prompts, policy.hf_config, needs, method, options)
         ),
         rows=rows,
     )

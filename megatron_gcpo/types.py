@@ -53,6 +53,11 @@ class Rollout:
     routed_experts: np.ndarray | None = None
     """[prompt + T, layers, k] int16, -1 where unknown: as in rollout.engine.Sample; None unless the engine records it."""
 
+    trained_T: np.ndarray | None = None
+    """[T] bool, False for the tokens of a user's turn, whose log-probs are 0; None: the policy drew all of them."""
+    turns: tuple[str, ...] | None = None
+    """What the policy said in each turn of a conversation, ``text`` last; None: it had one."""
+
     @property
     def policy_version(self) -> int:
         """The oldest version that had a part in it."""
@@ -75,6 +80,19 @@ class Verdicts:
     """[G] float32 in [0, 1]."""
     statuses_G: tuple[str, ...]
     """Per rollout: "ok", or why the verifier gave no verdict (reward 0): "timeout", "error", "killed", "rejected"."""
+    turn_rewards_GK: np.ndarray | None = None
+    """[G, K] float32 of each turn of a conversation, the last column ``rewards_G``; None: one turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """The policy's K turns in each conversation of a group."""
+
+    rewards_GK: torch.Tensor
+    """[G, K] float64 of the verifier, for each turn by itself."""
+    lengths_GK: torch.Tensor
+    """[G, K] int64 tokens."""
+    texts_GK: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +109,8 @@ class CreditInputs:
     """[G] float64 log-probability of each completion under the distribution it was drawn from, summed over its tokens."""
     texts_G: tuple[str, ...] | None = None
     """The completions, for methods whose answers say more than the verifier reads."""
+    turns: Turns | None = None
+    """Of conversations (environments); ``rewards_G`` and ``texts_G`` are then those of the last turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +209,10 @@ class TokenStats:
 def joined(parts: Sequence[TokenStats]) -> TokenStats:
     """Statistics of consecutive parts of a batch as those of the whole."""
     columns: dict[str, Any] = {f.name: [getattr(part, f.name) for part in parts] for f in fields(TokenStats)}
-    return TokenStats(**{name: None if values[0] is None else torch.cat(values) for name, values in columns.items()})
+    merged: dict[str, Any] = {
+        name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
+    }
+    return TokenStats(**merged)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ def pad_heads(
         state: the tensors of a Llama checkpoint by name.
         multiple: of the number of key-value heads; query heads follow, as many per group as before.
     """
-    groups = -(-config.num_key_value_heads // multiple) * multiple
+    groups = -(-_num_groups(config) // multiple) * multiple
     return _resized(state, config, groups)
 
 
@@ -31,7 +31,7 @@ def strip_heads(
 ) -> tuple[dict[str, torch.Tensor], LlamaConfig]:
     """The opposite: keep the first ``groups`` key-value heads. Raises ValueError when a head to be dropped does anything."""
     kept, narrow = _resized(state, config, groups)
-    padded, _ = _resized(kept, narrow, config.num_key_value_heads)
+    padded, _ = _resized(kept, narrow, _num_groups(config))
     for name, tensor in state.items():
         # A dropped query or key head may hold anything as long as its values and its output are zero.
         if name.endswith(("v_proj.weight", "o_proj.weight")) and not torch.equal(padded[name], tensor):
@@ -39,10 +39,15 @@ def strip_heads(
     return kept, narrow
 
 
+def _num_groups(config: LlamaConfig) -> int:
+    return config.num_key_value_heads or config.num_attention_heads
+
+
 def _resized(
     state: Mapping[str, torch.Tensor], config: LlamaConfig, groups: int
 ) -> tuple[dict[str, torch.Tensor], LlamaConfig]:
-    head_dim, per_group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    per_group = config.num_attention_heads // _num_groups(config)
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     sizes = {
         "q_proj.weight": (0, groups * per_group * head_dim),
         "k_proj.weight": (0, groups * head_dim),

@@ -83,7 +83,7 @@ class SourceConfig(Record):
     path: str | None = None
     """File or glob (jsonl, parquet), hub id or folder (hf)."""
     name: str | None = None
-    """reasoning_gym data set, or task: addition, multiplication, countdown."""
+    """reasoning_gym data set, or task: addition, multiplication, countdown, matrix_games."""
     split: str = "train"
     """hf split; for tasks: sft | train | heldout (disjoint problems)."""
     layout: (

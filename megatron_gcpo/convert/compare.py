@@ -132,7 +132,8 @@ class _Source:
 
     def all(self) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(self._folder, HfFolder):
-            names = sorted(self.names, key=lambda n: (str(self._folder.entries[n].file), self._folder.entries[n].begin))
+            entries = self._folder.entries
+            names = sorted(self.names, key=lambda n: (str(entries[n].file), entries[n].begin))
             yield from ((name, self.read(name)) for name in names)
             return
         for name in (*self._units, *self._folder.tied):

@@ -71,7 +71,7 @@ class Parameter:
         if not isinstance(self.stored, ShardedTensorFactory):
             return tensors[0].reshape(self.shape)
         rest = iter(tensors)
-        built = replace(self.stored, data=torch.empty(self.shape, device="meta")).build()
+        built: Any = replace(self.stored, data=torch.empty(self.shape, device="meta")).build()
 
         def value(leaf: ShardedTensor) -> torch.Tensor:
             return next(rest).reshape(leaf.local_shape)
@@ -277,7 +277,8 @@ def _parts(sharded: Any) -> tuple[Part, ...]:
 
 
 def _leaves(sharded: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [leaf.data for leaf in _built(sharded, tensor)]
+    leaves: list[Any] = _built(sharded, tensor)
+    return [leaf.data for leaf in leaves]
 
 
 def _built(sharded: Any, tensor: torch.Tensor) -> list[ShardedTensor]:

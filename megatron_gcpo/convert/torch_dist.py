@@ -182,7 +182,8 @@ def _read_chunk(tensor: GlobalTensor, chunk: Chunk) -> torch.Tensor:
     what = f"{chunk.file}: tensor {tensor.key!r} at {list(chunk.offset)}"
     try:
         with chunk.file.open("rb", buffering=0) as stream:
-            loaded = torch.load(_Window(stream, chunk.begin, chunk.length), map_location="cpu", weights_only=True)
+            window: Any = _Window(stream, chunk.begin, chunk.length)
+            loaded = torch.load(window, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{what} is damaged: {first}") from None
@@ -225,7 +226,7 @@ def write_chunk(stream: BinaryIO | Any, tensor: torch.Tensor) -> tuple[int, int]
     begin = stream.tell()
     # torch.save writes the whole storage of a view: give it one of just these bytes, without copying them.
     own = torch.frombuffer(bytes_of(tensor.contiguous()), dtype=tensor.dtype) if tensor.numel() else tensor.flatten()
-    with config.patch({"save.compute_crc32": False}):  # the file has a sha256
+    with config.patch({"save.compute_crc32": False}):  # the file has a sha256  # pyright: ignore[reportAttributeAccessIssue]
         torch.save(own.reshape(tensor.shape), stream)
     return begin, stream.tell() - begin
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_gcpo.types import Credit, Group, TokenBatch
+from megatron_gcpo.types import Credit, Group, Rollout, TokenBatch
 
 
 def rollout_batch(groups: Sequence[Group], credits: Sequence[Credit]) -> TokenBatch:
     """Every rollout of these groups as one row, prompt and completion, paid by its advantage. No groups: no rows."""
     rows = [
-        (group.prompt.token_ids, rollout.token_ids, rollout.logprobs, float(advantage))
+        (group.prompt.token_ids, rollout.token_ids, rollout.logprobs, _trained(rollout), float(advantage))
         for group, credit in zip(groups, credits, strict=True)
         for rollout, advantage in zip(group.rollouts, credit.advantages_G, strict=True)
     ]
@@ -27,7 +27,10 @@ def rollout_batch(groups: Sequence[Group], credits: Sequence[Credit]) -> TokenBa
 
 def demonstration_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int] | np.ndarray]]) -> TokenBatch:
     """(prompt ids, completion ids) pairs as rows of their own group, every completion token with advantage 1."""
-    rows = [(prompt, np.asarray(completion), np.zeros(len(completion)), 1.0) for prompt, completion in pairs]
+    rows = [
+        (prompt, np.asarray(completion), np.zeros(len(completion)), np.ones(len(completion)), 1.0)
+        for prompt, completion in pairs
+    ]
     return _batch(rows, torch.arange(len(pairs)))
 
 
@@ -36,17 +39,26 @@ def probe_batch(groups: Sequence[Group], num_rows: int = 4) -> TokenBatch:
     return demonstration_batch([(g.prompt.token_ids, g.rollouts[0].token_ids) for g in groups[:num_rows]])
 
 
-def _batch(rows: Sequence[tuple[Sequence[int], np.ndarray, np.ndarray, float]], group_N: torch.Tensor) -> TokenBatch:
-    lengths = [len(prompt) + len(completion) for prompt, completion, _, _ in rows]
+def _trained(rollout: Rollout) -> np.ndarray:
+    """[T], 1 where the policy drew the token."""
+    return np.ones(len(rollout.token_ids)) if rollout.trained_T is None else rollout.trained_T.astype(np.float64)
+
+
+type _Row = tuple[Sequence[int], np.ndarray, np.ndarray, np.ndarray, float]
+"""prompt ids, completion ids, log-probs, whether trained, advantage"""
+
+
+def _batch(rows: Sequence[_Row], group_N: torch.Tensor) -> TokenBatch:
+    lengths = [len(prompt) + len(completion) for prompt, completion, *_ in rows]
     boundaries = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     tokens_T = np.zeros(boundaries[-1], dtype=np.int64)
     mask_T, advantages_T, logprobs_T = (np.zeros(boundaries[-1], dtype=np.float32) for _ in range(3))
-    for (prompt, completion, logprobs, advantage), start, end in zip(
+    for (prompt, completion, logprobs, trained, advantage), start, end in zip(
         rows, boundaries[:-1], boundaries[1:], strict=True
     ):
         first = start + len(prompt)
         tokens_T[start:first], tokens_T[first:end] = prompt, completion
-        mask_T[first:end], advantages_T[first:end], logprobs_T[first:end] = 1, advantage, logprobs
+        mask_T[first:end], advantages_T[first:end], logprobs_T[first:end] = trained, trained * advantage, logprobs
     return TokenBatch(
         tokens_T=torch.from_numpy(tokens_T),
         cu_seqlens_N1=torch.from_numpy(boundaries),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_gcpo.data.records import Messages
@@ -40,6 +40,34 @@ def encode_prompts(
     texts = [text for text, problem in rendered if problem is None]
     encoded = iter(_tokenize(texts, data, tokenizer))
     return [problem if problem is not None else next(encoded) for _, problem in rendered]
+
+
+def turn_frame(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """What makes a user's text the token ids between the end of an answer and the beginning of the next one.
+
+    chat: the end of the answer, the user's turn and the header of the next answer, as the template writes them around an
+    answer in a longer conversation.  plain: the text on a line of its own.
+
+    Raises (the function returned): ValueError for a template that cannot hold a conversation.
+    """
+
+    def frame(text: str) -> list[int]:
+        if data.template == "plain":
+            between = f"\n{text}\n"
+        else:
+            said = ("user", "."), ("assistant", _MARK), ("user", text)
+            messages = [{"role": role, "content": content} for role, content in said]
+            rendered, problem = _render(messages, data, tokenizer)
+            if problem is not None or rendered.count(_MARK) != 1:
+                why = problem or "it does not write an earlier answer as it was given"
+                raise ValueError(f"the chat template cannot hold a conversation of several turns: {why}")
+            between = rendered.partition(_MARK)[2]
+        return list(tokenizer(between, add_special_tokens=False)["input_ids"])
+
+    return frame
+
+
+_MARK = "(((answer)))"
 
 
 def _render(prompt: str | Messages, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:

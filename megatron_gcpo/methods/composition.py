@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.data.curriculum import UniformSampling
+from megatron_gcpo.environments.base import Environment
 from megatron_gcpo.methods.base import Method
 from megatron_gcpo.methods.options import MethodOptions
 from megatron_gcpo.methods.token_credit.table import TOKEN_CREDITS
@@ -67,6 +68,8 @@ def check_run(method: Method, options: MethodOptions, config: Config) -> None:
             f"{method.name} compares all tokens of an answer with each other, which context parallelism keeps on different "
             "ranks: set cluster.context_parallel_size to 1"
         )
+    if method.environment is not None:
+        _check_conversation(method.name, method.environment, config)
     if method.transform is not None and config.rollout.router_replay:
         raise ValueError(
             f"rollout.router_replay wants the engine's experts of every token, but no engine draws the reference solutions of "
@@ -76,6 +79,21 @@ def check_run(method: Method, options: MethodOptions, config: Config) -> None:
         raise ValueError(
             f"{method.name} puts reference solutions in place of answers, and data.train has none: set "
             "data.train.demonstration_column, or use a task"
+        )
+
+
+def _check_conversation(name: str, environment: Environment, config: Config) -> None:
+    longest = environment.longest(config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+    if longest > config.train.max_tokens_per_micro_batch:
+        raise ValueError(
+            f"a conversation of {name} can have {longest} tokens ({environment.num_turns} turns of rollout.max_new_tokens, the "
+            f"prompt, and {environment.max_reply_tokens} between turns), more than train.max_tokens_per_micro_batch "
+            f"{config.train.max_tokens_per_micro_batch}: raise it to at least {longest}"
+        )
+    if config.rollout.router_replay:
+        raise ValueError(
+            f"rollout.router_replay wants the experts of every token from one engine call, but {name} makes "
+            f"{environment.num_turns}: set it to false"
         )
 
 

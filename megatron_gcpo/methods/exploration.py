@@ -1,10 +1,10 @@
 """The exploration term of ed_grpo and ed_idpo: alpha x the mean log-likelihood of what the reference policy would say.
 
 Added to a loss that is minimized, alpha E_{y ~ ref}[log pi(y)] takes probability away from the reference policy's
-answers, so the policy leaves the place it started from. Answers of the reference are not drawn; those of the policy are
-weighed: E_{y ~ pi}[(ref(y) / pi(y) - 1) grad log pi(y)] is the same gradient, as grad log pi has mean 0 under pi
-(derived; with policy answers unweighed the term would do nothing in the mean). The ratio of a whole answer has a heavy
-tail, so it is truncated, which leaves part of the push out.
+answers: it is 0 where the policy began and pushes on whatever has left it, so it speeds up what rewards start. Answers of
+the reference are not drawn; those of the policy are weighed: E_{y ~ pi}[(ref(y) / pi(y) - 1) grad log pi(y)] is the same
+gradient, as grad log pi has mean 0 under pi (derived; with policy answers unweighed the term would do nothing in the
+mean). The ratio of a whole answer has a heavy tail, so it is truncated, which leaves part of the push out.
 """
 
 from __future__ import annotations

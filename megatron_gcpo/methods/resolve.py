@@ -36,6 +36,7 @@ from megatron_gcpo.methods import (
     papo,
     passk,
     pkpo,
+    recrit,
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
@@ -80,7 +81,7 @@ FAMILIES: Mapping[str, Sequence[Method]] = {
         entropy_bonus.METHOD,
     ),
     "controllers and samplers": (fg_expo.METHOD,),
-    "rewards": (lead.METHOD, bet.METHOD, vigor.METHOD),
+    "rewards": (lead.METHOD, bet.METHOD, vigor.METHOD, recrit.METHOD),
     "exploration": (ed_grpo.METHOD, ed_idpo.METHOD),
 }
 

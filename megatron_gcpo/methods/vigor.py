@@ -22,7 +22,6 @@ from megatron_gcpo.methods.grpo import GrpoOptions
 from megatron_gcpo.methods.phase import Prepared, Scope, State
 from megatron_gcpo.types import Credit, CreditInputs, TokenBatch, TokenStats
 
-
 DIGITS = 14
 """Bits of a score that count: sums of another order must not tell equal answers apart."""
 

@@ -72,7 +72,8 @@ def load(path: Path, state: Mapping[str, Mapping[str, Any]], vocab_size: int) ->
     for (part, name), shard in shards.items():
         pieces = zip(_pieces(shard), places[part, name], strict=True)
         values = [_read(piece, place) for piece, place in pieces if place is not None]
-        loaded[part][name] = shard.merge_fn(values) if isinstance(shard, ShardedTensorFactory) else values[0]
+        whole: Any = shard.merge_fn(values) if isinstance(shard, ShardedTensorFactory) else values[0]  # type: ignore[arg-type]
+        loaded[part][name] = whole
     return loaded
 
 

@@ -62,7 +62,8 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
         return None if is_global else int(config.window_size) - 1  # type: ignore[arg-type]
     if config.window_size is None:
         return None
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+    pattern: Any = config.window_attn_skip_freq
+    if not is_layer_window_attention(config.window_size, pattern, layer_number):
         return None
     return config.window_size[0]
 
@@ -108,6 +109,7 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None, **_
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
+    assert block.layer_specs is not None, "got a block without layers, expected those of this stage"
     specs = {id(spec): spec for spec in block.layer_specs}
     for spec in specs.values():
         _complete(spec.submodules, config)

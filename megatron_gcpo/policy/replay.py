@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class Replay:
         self._layers: dict[Any, list[_Layer]] = {}
         for chunk, module in zip(policy.chunks, unwrapped(policy), strict=True):
             routers = [m for m in module.modules() if isinstance(m, TopKRouter) and not m.is_mtp_layer]
-            self._layers[chunk] = [_Layer(router.layer_number - 1) for router in routers]
+            self._layers[chunk] = [_Layer(cast(int, router.layer_number) - 1) for router in routers]
             for router, layer in zip(routers, self._layers[chunk], strict=True):
                 router.router_replay = layer  # type: ignore[assignment]
 

@@ -40,9 +40,7 @@ class Scorer:
             replay=Replay(policy, topology) if router_replay else None,
         )
 
-    def logprobs(
-        self, batch: TokenBatch, *, second_moments: bool = False, head_gram: bool = False
-    ) -> TokenStats:
+    def logprobs(self, batch: TokenBatch, *, second_moments: bool = False, head_gram: bool = False) -> TokenStats:
         """Statistics of every token, without gradient; on every rank of the replica, on the CPU.
 
         second_moments: whether sum p^2 and sum p^2 log p are among them; head_gram: whether the squared gradient of the

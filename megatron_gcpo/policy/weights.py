@@ -36,13 +36,14 @@ def initialize(policy: Policy, model: ModelConfig, seed: int) -> None:
     """
     theirs = None if model.start_from is None else find_foreign(model.start_from)
     ours = None if model.start_from is None or theirs else manifests.resolve_start(model.start_from)
-    manifest = None if ours is None else manifests.read(ours)
-    if manifest is not None:
+    manifest = None
+    if ours is not None:
+        manifest = manifests.read(ours)
         manifests.check_model(manifest, policy.hf_config, ours)
         manifests.check_start(manifest, model.lora, ours)
     if theirs is not None:
         put_weights(policy, foreign.load(theirs, without_adapters(model_state(policy)), policy.vocab_size))
-    elif manifest is not None and manifest.lora is None:
+    elif ours is not None and manifest is not None and manifest.lora is None:
         put_weights(policy, _read(ours, without_adapters(model_state(policy))))
     elif model.path is not None:
         policy.bridge.load_hf_weights(policy.chunks)
@@ -51,7 +52,7 @@ def initialize(policy: Policy, model: ModelConfig, seed: int) -> None:
         policy.bridge._model_bridge.load_weights_hf_to_megatron(source, policy.chunks)
     if model.lora is not None:
         lora.draw(policy, seed)
-    if manifest is not None and manifest.lora is not None:
+    if ours is not None and manifest is not None and manifest.lora is not None:
         manifests.check_base(manifest, lora.fingerprint(policy, model_state(policy)), ours)
         put_weights(policy, _read(ours, adapters_alone(model_state(policy))))
     if model.start_from is not None and dist.get_rank() == 0:

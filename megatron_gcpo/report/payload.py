@@ -171,7 +171,7 @@ def _token_texts(history: History, groups: Sequence[dict[str, Any]]) -> dict[str
         tokenizer = load_tokenizer(config.model, config.data.train)
     except ValueError:  # a run of another version, or a folder that has moved
         return None
-    return {str(i): tokenizer.convert_tokens_to_string(tokenizer.convert_ids_to_tokens([i])) for i in used}
+    return {str(i): tokenizer.convert_tokens_to_string(list(tokenizer.convert_ids_to_tokens([i]))) for i in used}
 
 
 def _replay(path: Path) -> list[dict[str, Any]] | None:

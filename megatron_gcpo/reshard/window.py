@@ -42,8 +42,11 @@ class Untraceable(ValueError):
 class Origin(Protocol):
     """The whole tensor behind a window."""
 
-    name: str
-    shape: tuple[int, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def copy_box(self, target: torch.Tensor, box: Box) -> None:
         """Fill ``target``, which has as many dimensions as the whole tensor and the sizes of the box."""

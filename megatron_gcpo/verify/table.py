@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_gcpo.names import did_you_mean
 from megatron_gcpo.verify.base import Verifier
+from megatron_gcpo.verify.label import RewardLabel
 from megatron_gcpo.verify.start import load
 
 
@@ -26,19 +27,48 @@ class Row:
     """Import name of the package it needs."""
     install: str | None = None
     """How to get that package."""
+    label: RewardLabel | None = None
+    """What kind of reward it gives; tools/audit_rewards.py refuses a verifier without one."""
+
+
+def _outcome(*exploits: str) -> RewardLabel:
+    return RewardLabel(paradigm="rule", granularity="outcome", verifiable=True, exploits=exploits)
 
 
 _HERE = "megatron_gcpo.verify.verifiers"
 VERIFIERS: dict[str, Row] = {
-    "exact": Row(module=f"{_HERE}.exact", attribute="Exact", evaluates=False),
-    "choice": Row(module=f"{_HERE}.choice", attribute="Choice", evaluates=False),
-    "task": Row(module=f"{_HERE}.task", attribute="PackagedTask", evaluates=False),
+    "exact": Row(
+        module=f"{_HERE}.exact",
+        attribute="Exact",
+        evaluates=False,
+        label=_outcome("right answers reached by wrong reasoning", "guessing where few answers are possible"),
+    ),
+    "choice": Row(
+        module=f"{_HERE}.choice",
+        attribute="Choice",
+        evaluates=False,
+        label=_outcome("guessing: 1 / number of letters", "always the letter that is right most often"),
+    ),
+    "task": Row(
+        module=f"{_HERE}.task",
+        attribute="PackagedTask",
+        evaluates=False,
+        label=_outcome(
+            "right answers reached by wrong reasoning",
+            "matrix_games: uniform play earns part of the reward of an equilibrium",
+        ),
+    ),
     "math": Row(
         module=f"{_HERE}.math",
         attribute="Math",
         evaluates=True,
         package="math_verify",
         install="pip install math-verify",
+        label=_outcome(
+            "right answers reached by wrong reasoning",
+            "guessing small whole numbers",
+            "restating an unsimplified question",
+        ),
     ),
     "reasoning_gym": Row(
         module=f"{_HERE}.reasoning_gym",
@@ -46,6 +76,7 @@ VERIFIERS: dict[str, Row] = {
         evaluates=True,
         package="reasoning_gym",
         install="pip install 'megatron-gcpo[data]'",
+        label=_outcome("guessing where few answers are possible", "partial_credit: .01 to .05 for any answer at all"),
     ),
 }
 

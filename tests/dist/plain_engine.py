@@ -143,16 +143,22 @@ class PlainEngine:
         return self
 
     def rpc(self, method: str, arguments: Mapping[str, Any] | None = None) -> list[Any]:
-        try:
-            for pipe in self.pipes:
-                pipe.send((method, dict(arguments or {})))
-            answers = [pipe.recv() for pipe in self.pipes]
-        except (OSError, EOFError) as error:
-            raise ValueError(f"a worker is gone: {method} was not answered") from error
+        answers = self._ask(method, arguments)
+        if answers is None:
+            raise ValueError(f"a worker is gone: {method} was not answered")
         for problem, _ in answers:
             if problem is not None:
                 raise ValueError(f"a worker failed in {method}: {problem}")
         return [answer for _, answer in answers]
+
+    def _ask(self, method: str, arguments: Mapping[str, Any] | None) -> list[tuple[str | None, Any]] | None:
+        """None: a worker is gone. The error of a broken pipe is let go of here: kept in a cycle, it crashes Python 3.12."""
+        try:
+            for pipe in self.pipes:
+                pipe.send((method, dict(arguments or {})))
+            return [pipe.recv() for pipe in self.pipes]
+        except (OSError, EOFError):
+            return None
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         self.rpc("init_weight_transfer_engine", init_info)

@@ -26,7 +26,7 @@ STEPS, PROMPTS, GROUP, MAX_LAG = 4, 4, 8, 2
 
 def work(recipe: str, folder: str) -> dict[str, Any]:
     """On two ranks, one run after the other; what the updates of each saw."""
-    from megatron_gcpo import run as runs
+    from megatron_gcpo import leader as runs
     from megatron_gcpo.rollout.background import Background
 
     def far_ahead(*arguments: Any, max_lag: int, num_steps: int) -> Background:
@@ -79,7 +79,7 @@ def embedded(config: Any, hf_config: Any, platform: Any, **_: Any) -> Any:
 
 def work_until_it_fails(recipe: str, folder: str) -> None:
     """On two ranks; the third step of the leader's thread cannot be drawn."""
-    from megatron_gcpo import run as runs
+    from megatron_gcpo import leader as runs
 
     def failing(*arguments: Any, **options: Any) -> Any:
         engine = embedded(*arguments, **options)

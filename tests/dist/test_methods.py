@@ -22,7 +22,7 @@ from megatron_gcpo.policy.manifest import read_extra
 from megatron_gcpo.types import TokenBatch, TokenStats
 from tests.dist.harness import run_ranks
 from tests.dist.tiny import write_recipe
-from tests.unit.methods.world import accuracy, chosen, credited_batch, make_world
+from tests.unit.methods.world import accuracy, chosen, credited_batch, head_gram, make_world
 
 MODEL = {
     "model_type": "qwen3",
@@ -84,7 +84,7 @@ def work(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for name in METHODS:
             method, options = chosen(name)
             batch = credited_batch(method, options, share)
-            batch, stats = scored(method, options, batch, actor.logprobs(batch, second_moments=True))
+            batch, stats = scored(method, options, batch, actor.logprobs(batch, second_moments=True, head_gram=True))
             batch = replace(batch, scalars={"accuracy": accuracy(share, scope.sum)})
             batch, states, metrics = prepare(method, options, batch, stats, {}, scope)
             batch = weights(batch, options.loss.reduce, MAX_TOKENS, topology.dp_cpu_pg)
@@ -110,16 +110,23 @@ def model() -> Any:
 
 def statistics(model: Any, batch: TokenBatch) -> TokenStats:
     columns: list[list[torch.Tensor]] = [[], [], [], []]
+    residuals, hidden = [], []
     for n in range(batch.num_rows):
         tokens = batch.tokens_T[batch.cu_seqlens_N1[n] : batch.cu_seqlens_N1[n + 1]]
-        log_p = (model(tokens[None]).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
+        output = model(tokens[None], output_hidden_states=True)
+        log_p = (output.logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
+        d = (log_p.detach().exp() - torch.nn.functional.one_hot(tokens[1:], log_p.shape[1])) / TEMPERATURE
+        h = output.hidden_states[-1][0, :-1].detach()
+        residuals += [torch.zeros(1, d.shape[1]), d]
+        hidden += [torch.zeros(1, h.shape[1]), h]
         p = log_p.exp()
         own = log_p.gather(1, tokens[1:, None])[:, 0]
         values = (own, -(p * log_p).sum(-1), p.square().sum(-1), (p.square() * log_p).sum(-1))
         for column, value in zip(columns, values, strict=True):
             column += [torch.zeros(1), value]
     names = ("logprobs_T", "entropy_T", "sum_p2_T", "sum_p2_logp_T")
-    return TokenStats(**{name: torch.cat(column) for name, column in zip(names, columns, strict=True)})
+    stats = TokenStats(**{name: torch.cat(column) for name, column in zip(names, columns, strict=True)})
+    return replace(stats, head_gram_T=head_gram(torch.cat(residuals), torch.cat(hidden), batch))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from megatron_gcpo.cluster import platform as platforms
 from megatron_gcpo.cluster import topology as topologies
 from megatron_gcpo.config.records import ClusterConfig
+from megatron_gcpo.policy.head import head_gram_rows
 from megatron_gcpo.policy.vocab import linear_token_statistics, token_statistics
 from tests.dist.harness import run_ranks
 
@@ -60,6 +61,15 @@ def check_linear(rank, dtype, vocab_size, options):
     assert_equal(h2.grad, h1.grad, dtype)
 
 
+def check_head_gram(rank, dtype, vocab_size, options):
+    hidden, weight, targets, _ = case(dtype, vocab_size)
+    rows = torch.tensor([0] * 6 + [-1] + [1] * (T - 7))
+    own = weight[rank * WIDTH : (rank + 1) * WIDTH]
+    one = head_gram_rows(hidden, weight, targets, rows, **options)
+    two = head_gram_rows(hidden, own, targets, rows, dist.group.WORLD, **options)
+    assert_equal(two, one, dtype)
+
+
 def check_communication(rank, options):
     """One MAX and one SUM of a few numbers per token and chunk, none in the backward pass."""
     logits = torch.randn(T, WIDTH, requires_grad=True)
@@ -86,6 +96,8 @@ def work():
         for dtype in TOLERANCE:
             check_logits(topology.rank, dtype, vocab_size, options)
             check_linear(topology.rank, dtype, vocab_size, options)
+            plain = {name: value for name, value in options.items() if name != "second_moments"}
+            check_head_gram(topology.rank, dtype, vocab_size, plain)
     check_communication(topology.rank, options)
     topology.close()
 

@@ -89,5 +89,6 @@ def assert_holds(engine: RolloutEngine, model: Any, limit: float, *, tie_margin:
             assert len(token_ids) == 24
             assert (truth_TV.max(1) - of_tokens(truth_TV, token_ids)).max() <= tie_margin
             np.testing.assert_allclose(score, of_tokens(truth_TV, token_ids), atol=limit)
-            assert not sample.logprobs.any(), "of one candidate the log-prob is 0"
+            # equal logits, which bf16 has, stay candidates together
+            assert tie_margin or not sample.logprobs.any(), "of one candidate the log-prob is 0"
             assert set(sample.versions_T.tolist()) == {engine.policy_version}

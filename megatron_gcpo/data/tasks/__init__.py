@@ -9,12 +9,13 @@ from typing import Any
 from megatron_gcpo.data.tasks.addition import Addition
 from megatron_gcpo.data.tasks.base import SPLITS, Demonstration, Problem, Task
 from megatron_gcpo.data.tasks.countdown import Countdown
+from megatron_gcpo.data.tasks.matrix_games import MatrixGames
 from megatron_gcpo.data.tasks.multiplication import Multiplication
 from megatron_gcpo.names import did_you_mean
 
 __all__ = ["SPLITS", "TASKS", "Demonstration", "Problem", "Task", "make_task", "task_class"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Addition, Multiplication, Countdown)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Addition, Multiplication, Countdown, MatrixGames)}
 """Every packaged task by name. ``TASKS[name].verify(answer, text)`` and ``.strategy(text)`` need no instance."""
 
 

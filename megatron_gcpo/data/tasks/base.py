@@ -47,6 +47,8 @@ class Task(ABC):
 
     name: ClassVar[str]
     """Key of the task in TASKS."""
+    graded: ClassVar[bool] = False
+    """Whether ``verify`` tells better from worse among answers that are not right."""
     vocabulary: ClassVar[tuple[str, ...]]
     """Every word a prompt or a demonstration of style "words" can hold, whatever the options; order is token order."""
 
@@ -82,8 +84,9 @@ class Task(ABC):
 
     @staticmethod
     @abstractmethod
-    def verify(answer: str, text: str) -> bool:
-        """Whether a completion solves the problem with this ``answer``, however it got there. Total: never raises."""
+    def verify(answer: str, text: str) -> float:
+        """1 when a completion solves the problem with this ``answer``, however it got there, else 0; graded tasks: in [0, 1].
+        Total: never raises."""
 
     @staticmethod
     @abstractmethod

@@ -49,7 +49,7 @@ class GlooOutlet:
         assert self.pg is not None, "got a group that nobody joined, expected connect() before"
         try:
             works = [
-                self.pg.send([self.slots[slot][s.offset : s.offset + s.num_bytes]], self.workers[name], 0)
+                self.pg.send([self.slots[slot][s.offset : s.offset + s.num_bytes]], self.workers[name], 0)  # pyright: ignore[reportAttributeAccessIssue]
                 for name, s in sections.items()
                 if s.num_bytes
             ]
@@ -81,7 +81,7 @@ class GlooInlet:
         section = self.buffer[:num_bytes]
         if num_bytes:
             try:
-                self.pg.recv([section], 0, 0).wait()
+                self.pg.recv([section], 0, 0).wait()  # pyright: ignore[reportAttributeAccessIssue]
             except RuntimeError as error:
                 raise ValueError(f"the pusher went away in the middle of a push: {_first_line(error)}") from error
         return section

@@ -65,6 +65,7 @@ class NcclInlet:
             self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         section = self.buffer[:num_bytes]
         if num_bytes:
+            assert self.group is not None, "got an inlet that was closed"
             self.group.recv(section, 0)
             torch.cuda.current_stream(self.device).synchronize()
         return section

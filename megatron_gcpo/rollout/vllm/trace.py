@@ -76,10 +76,12 @@ def _unfed(model: torch.nn.Module, names: Sequence[str], noted: Sequence[Noted])
             storage = target.untyped_storage()._cdata
             fed[storage] = fed.get(storage, 0) + volume(box)
     padding, parameters = _padding(model), dict(model.named_parameters())
+    # scales that vLLM makes of loaded weights are no parameters of the bare model
     return sorted(
         name
         for name in names
-        if fed.get(parameters[name].untyped_storage()._cdata, 0) + padding.get(name, 0) != parameters[name].numel()
+        if name in parameters
+        and fed.get(parameters[name].untyped_storage()._cdata, 0) + padding.get(name, 0) != parameters[name].numel()
     )
 
 

@@ -9,10 +9,11 @@ from megatron_gcpo.verify.base import Sample, Verifier
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedTask(Verifier):
-    """1 when the task accepts the completion, else 0. Prompt.extras["task"] names the task unless ``task`` does."""
+    """What the task says of the completion: 1 or 0, or a grade in [0, 1] (matrix_games). Prompt.extras["task"] names the
+    task unless ``task`` does."""
 
     task: str | None = None
-    """addition, multiplication, countdown; default: what the prompt says."""
+    """addition, multiplication, countdown, matrix_games; default: what the prompt says."""
 
     def __post_init__(self) -> None:
         from megatron_gcpo.data.tasks import task_class

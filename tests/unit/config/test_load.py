@@ -106,7 +106,12 @@ def test_a_piece_takes_its_place_in_a_recipe_made_of_another(write) -> None:
     assert load(recipe, ["method/grpo"]).method == {"name": "grpo", "group_filter": True}
 
 
-OWN = {"conspo": ("loss.reduce", "sequence_mean_token_mean"), "reinforce_pp": ("group_filter", "false")}
+OWN = {
+    "conspo": ("loss.reduce", "sequence_mean_token_mean"),
+    "ed_idpo": ("loss.reduce", "sequence_mean_token_mean"),
+    "reinforce_pp": ("group_filter", "false"),
+    "lead": ("group_filter", "false"),
+}
 """Settings without which a method would be another one."""
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_gcpo.data.tasks import SPLITS, TASKS, make_task
 from megatron_gcpo.data.tasks.base import final_number, join_digits
 
-NAMES = sorted(TASKS)
+NAMES = sorted(name for name in TASKS if not TASKS[name].graded)
 ADDITION_DEMONSTRATIONS = {
     "split": "split both into tens and ones : 2 0 + 4 0 = 6 0 and 7 + 5 = 1 2 . together 6 0 + 1 2 = 7 2 . answer 7 2",
     "round": "round the second number up to 5 0 : 2 7 + 5 0 = 7 7 . that is 5 too many , so 7 7 - 5 = 7 2 . answer 7 2",

@@ -127,7 +127,7 @@ def pays(name: str, rewards: list[float], e: np.ndarray, logp: list[float]) -> n
             return standardized(r / (1 + np.maximum(similar, 0)))
         case "unlikeliness":
             return standardized(unlikely(rewards, logp))
-        case "reinforce_pp" | "conspo" | "lead" | "bet" | "vigor" | "ed_idpo":
+        case "reinforce_pp" | "conspo" | "lead" | "bet" | "vigor" | "ed_idpo" | "recrit":
             return r
         case _:
             return standardized(rewards)
@@ -280,6 +280,17 @@ def budgets_pay(rows: list[Row], limit: int) -> list[float]:
     return pays
 
 
+def second_answers_pay(rows: list[Row]) -> list[float]:
+    """ReCrit where the first answer was right in rows of odd length, and no text repeats itself or thinks."""
+    table = {(0, 1): 1.0, (1, 1): 0.6, (1, 0): -1.0, (0, 0): -0.1}
+    pays = []
+    for g in sorted({row.group for row in rows}):
+        own = [row for row in rows if row.group == g]
+        r = [table[len(row.logp) % 2, int(row.pay)] - 0.2 * min(max((len(row.logp) - 2) / 3, 0), 1) for row in own]
+        pays += ((np.array(r) - np.mean(r)) / (np.std(r, ddof=1) + 1e-4)).tolist()
+    return pays
+
+
 def unlike_reference(row: Row) -> float:
     return min(float((row.ref - row.old).sum().exp()), 5) - 1
 
@@ -394,6 +405,8 @@ def objective(name: str, world: World, current: torch.Tensor, progress: float) -
             return over_rows(rows, [clipped(r, a) for r, a in zip(rows, lengths_pay(rows, 5.0), strict=True)])
         case "bet":
             return paid(rows, budgets_pay(rows, 5))
+        case "recrit":
+            return paid(rows, second_answers_pay(rows))
         case "vigor":
             return paid(rows, small_gradients_pay(rows, world))
         case "ed_grpo":

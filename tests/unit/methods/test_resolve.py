@@ -59,11 +59,11 @@ def test_records_are_frozen():
     [
         (
             {"name": "grppo"},
-            r"method\.name 'grppo' is unknown; did you mean 'grpo'\? Valid: cispo, clip_cov, conspo, ",
+            r"method\.name 'grppo' is unknown; did you mean 'grpo'\? Valid: bet, cispo, clip_cov, ",
         ),
-        ({"name": "zzz"}, r"method\.name 'zzz' is unknown; Valid: cispo"),
+        ({"name": "zzz"}, r"method\.name 'zzz' is unknown; Valid: bet"),
         ({"name": ["gcpo"]}, r"method\.name \['gcpo'\] is unknown"),
-        ({}, r"method\.name is missing: set it to one of cispo"),
+        ({}, r"method\.name is missing: set it to one of bet"),
         ({"name": "gcpo", "credit_mixx": 1}, r"method\.credit_mixx is not an option; did you mean 'credit_mix'\?"),
         (
             {"name": "grpo", "c": 1},

@@ -16,7 +16,7 @@ import torch
 from megatron_gcpo.credit.tokens import rollout_batch
 from megatron_gcpo.loss import count, token_weights
 from megatron_gcpo.methods import EMBEDDING_NEEDS, Method, MethodOptions, Scope, prepare, resolve, without_unsampled
-from megatron_gcpo.types import CreditInputs, Group, Prompt, Rollout, TokenBatch, TokenStats, Verdicts
+from megatron_gcpo.types import CreditInputs, Group, Prompt, Rollout, TokenBatch, TokenStats, Turns, Verdicts
 
 VOCABULARY = 7
 MAX_TOKENS = 6
@@ -31,6 +31,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "rspo": {"lam": 0.7},
     "lead": {"shortest": 1, "longest": 5},
     "bet": {"max_tokens": 5},
+    "recrit": {"max_tokens": 5, "buffer": 3},
     "ed_grpo": {"alpha": 0.3},
     "ed_idpo": {"alpha": 0.3, "beta": 0.6},
     "gspo": {"loss": {"clip_low": 0.03, "clip_high": 0.04}},
@@ -182,10 +183,21 @@ def credited_batch(method: Method, options: MethodOptions, world: World) -> Toke
             lengths_G=lengths_G,
             logprobs_G=torch.tensor([float(r.logprobs.sum(dtype="float64")) for r in group.rollouts]).double(),
             texts_G=tuple(r.text for r in group.rollouts),
+            turns=conversation(group, verdict) if method.environment is not None else None,
         )
         groups.append(group)
         credits.append(method.credit(inputs, options))
     return rollout_batch(groups, credits)
+
+
+def conversation(group: Group, verdict: Verdicts) -> Turns:
+    """Two turns that end as the rollout did; the first was right where the rollout has an odd number of tokens."""
+    lengths_G = torch.tensor([len(r.token_ids) for r in group.rollouts])
+    return Turns(
+        rewards_GK=torch.stack([lengths_G.remainder(2), torch.from_numpy(verdict.rewards_G)], 1).double(),
+        lengths_GK=lengths_G[:, None].expand(-1, 2),
+        texts_GK=tuple((r.text, r.text) for r in group.rollouts),
+    )
 
 
 def accuracy(world: World, total: Callable[[torch.Tensor], torch.Tensor]) -> float:

@@ -172,11 +172,11 @@ def test_packaged_tasks_in_the_pool() -> None:
         texts = [d.text for problem in (first, second) for d in task.demonstrations(problem)]
         groups.append(group([*texts, "", "answer"], answer=task.answer(first), extras={"task": name}))
         expected.append([float(task.verify(task.answer(first), text)) for text in texts] + [0.0, 0.0])
-        assert 1.0 in expected[-1]
+        assert max(expected[-1]) > 0.99
         assert 0.0 in expected[-1][:-2]
     with VerifierPool(VerifyConfig(name="task", num_workers=2)) as pool:
         verdicts = pool.score(groups)
-        assert [v.rewards_G.tolist() for v in verdicts] == expected
+        assert [v.rewards_G.tolist() for v in verdicts] == [pytest.approx(paid) for paid in expected]
         assert set(pool.counts.values()) == {0}
         with pytest.raises(ValueError, match=r"set data\.train\.kind to task"):
             pool.score([group(["answer 1"], answer="1")])
