@@ -119,6 +119,9 @@ def _rollouts(
     environment: Environment | None,
 ) -> Rollouts:
     rollout = config.rollout
+    frame = turn_frame(config.data, tokenizer)
+    if environment is not None:  # whether it can be said at all is known before anything is drawn
+        frame(environment.reply(prompts.prompts[0], ("",), 0))
 
     def draw(step: int, round: int) -> list[Group]:
         settings: dict[str, Any] = {
@@ -132,7 +135,7 @@ def _rollouts(
         groups = generate_groups(engine, wanted, group_size=rollout.group_size, **settings)
         if environment is None:
             return groups
-        return play(engine, groups, environment, frame=turn_frame(config.data, tokenizer), **settings)
+        return play(engine, groups, environment, frame=frame, **settings)
 
     if rollout.max_policy_lag == 0 or config.run.stage != "rl":
         return Synchronous(draw=draw)

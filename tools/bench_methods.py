@@ -21,9 +21,10 @@ from megatron_gcpo.credit.tokens import rollout_batch
 from megatron_gcpo.methods import EMBEDDING_NEEDS, METHODS, Method, prepare, without_unsampled
 from megatron_gcpo.methods.phase import alone
 from megatron_gcpo.methods.table import OVERHEAD, README, rendered
-from megatron_gcpo.types import CreditInputs, Group, Prompt, Rollout, TokenStats
+from megatron_gcpo.types import CreditInputs, Group, Prompt, Rollout, TokenStats, Turns
 
 GROUPS, ROLLOUTS, TOKENS, EMBEDDING_SIZE = 16, 8, 256, 384
+TEXT = " ".join(f"word{i}" for i in range(TOKENS // 2)) + " \\boxed{1}"
 
 
 def main() -> None:
@@ -59,6 +60,8 @@ def best(method: Method, repeats: int) -> float:
                 embeddings_GD=rows.float() if needs & EMBEDDING_NEEDS else None,
                 lengths_G=torch.full((ROLLOUTS,), TOKENS),
                 logprobs_G=torch.from_numpy(rng.normal(size=ROLLOUTS)),
+                texts_G=(TEXT,) * ROLLOUTS,
+                turns=_turns(),
             )
         )
     return min(_step(method, groups, inputs) for _ in range(repeats))
@@ -73,7 +76,9 @@ def _step(method: Method, groups: list[Group], inputs: list[CreditInputs]) -> fl
     generator = torch.Generator().manual_seed(0)
     old_T = -torch.rand(len(batch.tokens_T), generator=generator)
     second_T = torch.rand(len(old_T), generator=generator)
-    stats = TokenStats(logprobs_T=old_T, entropy_T=-2 * old_T, sum_p2_T=second_T, sum_p2_logp_T=-second_T)
+    stats = TokenStats(
+        logprobs_T=old_T, entropy_T=-2 * old_T, sum_p2_T=second_T, sum_p2_logp_T=-second_T, head_gram_T=second_T
+    )
     batch = replace(batch, old_logprobs_T=old_T, ref_logprobs_T=old_T - 0.1, scalars={"accuracy": 0.5})
     batch = without_unsampled(batch)
     current_T = (old_T + 0.01).requires_grad_()
@@ -82,6 +87,15 @@ def _step(method: Method, groups: list[Group], inputs: list[CreditInputs]) -> fl
     loss_T, _ = method.token_loss(replace(stats, logprobs_T=current_T), batch, options)
     loss_T.sum().backward()
     return credited + time.process_time() - begun
+
+
+def _turns() -> Turns:
+    rewards_G = torch.arange(ROLLOUTS)
+    return Turns(
+        rewards_GK=torch.stack([rewards_G // 2 % 2, rewards_G % 2], dim=1).double(),
+        lengths_GK=torch.full((ROLLOUTS, 2), TOKENS // 2),
+        texts_GK=((TEXT, TEXT),) * ROLLOUTS,
+    )
 
 
 def _rollout(rng: np.random.Generator) -> Rollout:

@@ -76,7 +76,8 @@ class Parameter:
         def value(leaf: ShardedTensor) -> torch.Tensor:
             return next(rest).reshape(leaf.local_shape)
 
-        return self.stored.merge_fn(dict_list_map_inplace(value, built))
+        merged: Any = dict_list_map_inplace(value, built)
+        return self.stored.merge_fn(merged)
 
     @property
     def layer(self) -> int | None:

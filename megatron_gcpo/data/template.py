@@ -48,7 +48,8 @@ def turn_frame(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Callable
     chat: the end of the answer, the user's turn and the header of the next answer, as the template writes them around an
     answer in a longer conversation.  plain: the text on a line of its own.
 
-    Raises (the function returned): ValueError for a template that cannot hold a conversation.
+    Raises (the function returned): ValueError for a template that cannot hold a conversation, or a tokenizer that lacks
+    the user's words.
     """
 
     def frame(text: str) -> list[int]:
@@ -62,7 +63,10 @@ def turn_frame(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Callable
                 why = problem or "it does not write an earlier answer as it was given"
                 raise ValueError(f"the chat template cannot hold a conversation of several turns: {why}")
             between = rendered.partition(_MARK)[2]
-        return list(tokenizer(between, add_special_tokens=False)["input_ids"])
+        try:
+            return list(tokenizer(between, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # a border, as in _tokenize
+            raise ValueError(f"the tokenizer cannot encode a user's turn, {text!r}: {error}") from None
 
     return frame
 

@@ -52,11 +52,15 @@ def _cells(method: Method, measured: dict[str, float]) -> tuple[str, ...]:
     options = method.options()
     paper = f"[{method.arxiv}](https://arxiv.org/abs/{method.arxiv})" if method.arxiv else "-"
     extra = [
-        n for n in ("embeddings", "all_embeddings", "old_logprobs", "ref_logprobs") if n in method.needs_for(options)
+        n
+        for n in ("embeddings", "all_embeddings", "old_logprobs", "head_gram", "ref_logprobs")
+        if n in method.needs_for(options)
     ]
     names = {"embeddings": "embeddings", "all_embeddings": "embeddings of all rollouts"}
     names |= {"old_logprobs": "a log-prob pass", "ref_logprobs": "a reference pass"}
-    passes = ", ".join(names[n] for n in extra)
+    names |= {"head_gram": "gradients of the output layer in it"}
+    turns = [f"{method.environment.num_turns} turns of generation"] if method.environment else []
+    passes = ", ".join([*turns, *(names[n] for n in extra)])
     time = measured.get(method.name)
     cost = "; ".join(filter(None, (f"{time:+.1f} ms" if time is not None else "", passes)))
     return (
@@ -73,6 +77,8 @@ def _cells(method: Method, measured: dict[str, float]) -> tuple[str, ...]:
 def _points(method: Method, options: MethodOptions) -> Iterator[str]:
     """The extension points that the method fills with something of its own."""
     yield "credit"
+    if method.environment is not None:
+        yield f"environment ({method.environment.name})"
     if method.transform is not None:
         yield "transform"
     if method.prepare is not None:

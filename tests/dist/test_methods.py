@@ -7,6 +7,8 @@ statistics.
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,15 @@ RUNS: dict[str, tuple[str, ...]] = {
     "rspo": ("method.name=rspo",),
     "opefo": ("method.name=opefo",),
     "dqo": ("method.name=dqo",),
+    "lead": ("method.name=lead", "method.shortest=1", "method.longest=6"),
+    "bet": ("method.name=bet", "method.max_tokens=6"),
+    "vigor": ("method.name=vigor",),
+    "ed_idpo": ("method.name=ed_idpo",),
+    "recrit": (
+        *("method.name=recrit", "method.max_tokens=6", "method.buffer=3"),
+        *("model.hf_config.max_position_embeddings=128", "train.max_tokens_per_micro_batch=512"),
+        "model.tokenizer=FOLDER/critic",
+    ),
 }
 PLAIN = ("data.heldout=null", "evaluate.every=0", "checkpoint.every=2", "train.scheduler.lr_warmup_steps=0")
 
@@ -185,6 +196,7 @@ def runs(recipe: str, folder: str) -> dict[str, Any]:
 
     short = {}
     for name, overrides in RUNS.items():
+        overrides = [override.replace("FOLDER", folder) for override in overrides]
         seen = train(recipe, *PLAIN, *overrides, f"run.output_dir={folder}/{name}", "run.steps=2")
         short[name] = [update["stats"] for update in seen.updates]
     straight = train(recipe, *PLAIN, *STATEFUL, f"run.output_dir={folder}/straight", "run.steps=4")
@@ -197,10 +209,21 @@ SCHEDULE = ("train.scheduler.lr_decay_steps=4",)
 """A run of two steps on the schedule of four."""
 
 
+def _teach_unknown_words(folder: Path) -> None:
+    """A tokenizer in which a critic's words are tokens too, all the same one."""
+    shutil.copytree(folder / "tokenizer", folder / "critic")
+    path = folder / "critic/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"]["[UNK]"] = len(tokenizer["model"]["vocab"])
+    tokenizer["model"]["unk_token"] = "[UNK]"
+    path.write_text(json.dumps(tokenizer))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = Path(tmp_path_factory.mktemp("method_runs"))
     recipe = write_recipe(folder, rollout={"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6})
+    _teach_unknown_words(folder)
     arguments = {"recipe": str(recipe), "folder": str(folder)}
     return folder, run_ranks(__file__, "runs", 2, arguments, folder / "ranks", timeout_s=400)
 

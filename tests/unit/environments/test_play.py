@@ -180,3 +180,12 @@ def test_frame_is_what_the_template_writes_between_two_answers():
     assert framed("plain", Tokenizer()) == "\nwhy?\n"
     with pytest.raises(ValueError, match="cannot hold a conversation of several turns"):
         framed("chat", Tokenizer(drops_answers=True))
+
+
+def test_words_that_the_tokenizer_lacks_are_a_readable_error():
+    class Narrow(Tokenizer):
+        def __call__(self, text, add_special_tokens):
+            raise Exception("no such word")
+
+    with pytest.raises(ValueError, match="cannot encode a user's turn, 'why"):
+        framed("plain", Narrow())

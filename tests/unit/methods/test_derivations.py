@@ -369,11 +369,23 @@ class TestComposition:
                 r"sampler gaussian learns .*max_policy_lag 1 draws",
             ),
             (["method/gcpo_gold", "rollout.router_replay=true"], "router_replay wants the engine's experts"),
+            (["method/recrit", "train.max_tokens_per_micro_batch=200"], "a conversation of recrit can have"),
+            (
+                ["method/recrit", "train.max_tokens_per_micro_batch=9999", "rollout.router_replay=true"],
+                "the experts of every token from one engine call",
+            ),
         ],
     )
     def test_what_would_do_something_else_is_refused(self, overrides, message):
         config = load(self.RECIPE, [*overrides, "method.loss.reduce=sequence_mean_token_mean"])
         with pytest.raises(ValueError, match=message):
+            check_run(*resolve(config.method), config)
+
+    def test_whole_answers_on_a_rank_where_tokens_are_compared(self):
+        config = load(self.RECIPE, ["method/vigor"])
+        check_run(*resolve(config.method), config)
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"context_parallel_size": 2})})
+        with pytest.raises(ValueError, match=r"vigor compares all tokens .* set cluster\.context_parallel_size to 1"):
             check_run(*resolve(config.method), config)
 
     def test_a_reference_solution_must_be_there(self):

@@ -38,6 +38,7 @@ def test_dry_runs(tmp_path: Path) -> None:
         "data.template=plain",
         "data.system_prompt=null",
         "cluster.platform=cpu",
+        "rollout.vllm.kv_cache_gib=1",
     ]
     recipes = "configs/recipe/vllm_h100_colocated.yaml configs/recipe/vllm_h100_split.yaml"
     result = subprocess.run(
