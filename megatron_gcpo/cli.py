@@ -41,7 +41,7 @@ def run_folder(config: Config) -> Path:
 def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from megatron_gcpo.preflight import describe, preflight
 
-    config = load(arguments.recipe, arguments.overrides)
+    config = _recipe(arguments)
     folder = run_folder(config)
     if arguments.dry_run:
         describe(config, folder, Console())
@@ -54,6 +54,17 @@ def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     except OSError as error:
         raise ValueError(f"run.output_dir {folder} cannot be made ({error.strerror}): choose another") from None
     return launch.run(config.cluster, argv, log_dir=folder / "logs")
+
+
+def _recipe(arguments: argparse.Namespace) -> Config:
+    """The configuration of ``train``; ``--profile steps=3,4`` is short for observe.profile_steps=[3,4]."""
+    profile = arguments.profile
+    if profile is None:
+        return load(arguments.recipe, arguments.overrides)
+    name, _, steps = profile.partition("=")
+    if name != "steps" or not all(step.isdigit() and int(step) for step in steps.split(",")):
+        raise ValueError(f"--profile {profile!r}: write --profile steps=3,4 (steps count from 1)")
+    return load(arguments.recipe, [*arguments.overrides, f"observe.profile_steps=[{steps}]"])
 
 
 def _serve(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -112,7 +123,7 @@ def _work(arguments: argparse.Namespace) -> int:
     from megatron_gcpo.cluster.platform import install
 
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    config = load(arguments.recipe, arguments.overrides)
+    config = _recipe(arguments)
     platform = install(config.cluster.platform)  # before anything of Megatron is imported, which warns otherwise
     from megatron_gcpo.loop import work
 
@@ -128,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run",
         action="store_true",
         help="print the resolved configuration, rank grid, parameters and batch arithmetic; start nothing",
+    )
+    train.add_argument(
+        "--profile", metavar="steps=N,M", help="write a trace of these steps into the run's profile/ folder"
     )
     serve = commands.add_parser(
         "serve",

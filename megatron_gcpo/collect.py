@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron_gcpo.embed import cosine_metrics, embed_groups, embedded_span
-from megatron_gcpo.environments import score, turns_of
+from megatron_gcpo.environments import judge_steps, score, turns_of
 from megatron_gcpo.leader import Leader
 from megatron_gcpo.methods import EMBEDDING_NEEDS, has_signal
 from megatron_gcpo.observe.staleness import staleness
 from megatron_gcpo.observe.tally import Tally
 from megatron_gcpo.observe.timers import Stopwatch
 from megatron_gcpo.run import Run
-from megatron_gcpo.types import Credit, CreditInputs, Group, Verdicts
+from megatron_gcpo.types import Credit, CreditInputs, Group, Steps, Verdicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,10 @@ def _credit(
         with clock("embed"):
             embeddings = embed_groups(leader.encoder, groups, _embedded(run, rewards), span=run.config.embed.span)
             tally.add_all({**leader.encoder.take_metrics(), **cosine_metrics(embeddings)})
+    steps: list[Steps | None] = [None] * len(groups)
+    if run.method.steps is not None:
+        with clock("verify"):
+            steps = list(judge_steps(leader.pool, groups, verdicts, run.method.steps, leader.decode))
     with clock("credit"):
         return [
             run.method.credit(
@@ -120,11 +124,12 @@ def _credit(
                     logprobs_G=_logprobs(group),
                     texts_G=tuple(rollout.text for rollout in group.rollouts),
                     turns=turns_of(group, verdict),
+                    steps=own_steps,
                 ),
                 run.options,
             )
-            for group, verdict, rewards_G, embeddings_GD, lengths_G in zip(
-                groups, verdicts, rewards, embeddings, lengths, strict=True
+            for group, verdict, own_steps, rewards_G, embeddings_GD, lengths_G in zip(
+                groups, verdicts, steps, rewards, embeddings, lengths, strict=True
             )
         ]
 

@@ -16,6 +16,7 @@ from megatron_gcpo.collect import embedded_texts
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.contract.check import check_contract
 from megatron_gcpo.evaluate import measure, summarize_evals
+from megatron_gcpo.observe.profile import profiled
 from megatron_gcpo.observe.progress import ProgressBar
 from megatron_gcpo.observe.report import StepReport, step_metrics
 from megatron_gcpo.observe.rollouts import drop_rollouts_after, write_rollouts
@@ -53,14 +54,16 @@ def train(run: Run) -> None:
     sinks = _open(run, summary)
     if summary.before is None and settings.evaluate.at_start:
         summary = replace(summary, before=evaluate(run))
+    profile_steps = settings.observe.profile_steps
     if run.leader is not None:
         run.leader.rollouts.begin(summary.step)
     with ProgressBar(
         settings.run.name, steps, summary.step, console, run.is_first and settings.observe.progress
     ) as bar:
         for step in range(summary.step, steps):
-            report = STEPS[settings.run.stage](run, step)
-            metrics = step_metrics(report, run.topology)
+            with profiled(run.folder / "profile", step + 1, run.topology.rank, wanted=step + 1 in profile_steps):
+                report = STEPS[settings.run.stage](run, step)
+            metrics = step_metrics(report, run.topology, run.actor.policy.provider)
             summary = summary.after_step(report.clock.seconds(), sum(u.skipped for u in report.updates))
             _dump(run, report)
             last = summary.step == steps

@@ -47,6 +47,7 @@ def train_step(run: Run, step: int) -> StepReport:
         updates=updates,
         pushed=pushed,
         num_tokens=len(batch.tokens_T),
+        num_rows=batch.num_rows,
     )
 
 
@@ -59,7 +60,13 @@ def sft_step(run: Run, step: int) -> StepReport:
     with clock("update"):
         updates = [run.actor.update(batch, run.token_loss)]
     return StepReport(
-        step=step, clock=clock, experience=None, updates=updates, pushed=None, num_tokens=len(batch.tokens_T)
+        step=step,
+        clock=clock,
+        experience=None,
+        updates=updates,
+        pushed=None,
+        num_tokens=len(batch.tokens_T),
+        num_rows=batch.num_rows,
     )
 
 

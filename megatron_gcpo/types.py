@@ -96,6 +96,16 @@ class Turns:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The K verifiable steps of each answer of a group, the final one included."""
+
+    rewards_GK: torch.Tensor
+    """[G, K] float64 of the verifier, for each step by itself; the last column is the answer's."""
+    step_of_token_G: tuple[torch.Tensor, ...]
+    """Per rollout [T] int64: the step that each token belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CreditInputs:
     """All that a method may look at to credit one group. Arrays are on the CPU."""
 
@@ -111,6 +121,8 @@ class CreditInputs:
     """The completions, for methods whose answers say more than the verifier reads."""
     turns: Turns | None = None
     """Of conversations (environments); ``rewards_G`` and ``texts_G`` are then those of the last turn."""
+    steps: Steps | None = None
+    """Where the method judges answers step by step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +133,8 @@ class Credit:
     """[G] float64, before the baseline: Shapley values for GCPO, rewards for GRPO."""
     advantages_G: torch.Tensor
     """[G] float64, what multiplies the policy gradient of each rollout."""
+    token_advantages_G: tuple[torch.Tensor, ...] | None = None
+    """Per rollout [T] float64, what its tokens get in place of ``advantages_G``; None: all the same."""
     parts_GK: torch.Tensor | None = None
     """[G, K] float64, numbers of each rollout that phase one still has to put together (TokenBatch.parts_NK)."""
     metrics: Mapping[str, float] = field(default_factory=dict)

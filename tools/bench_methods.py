@@ -21,7 +21,7 @@ from megatron_gcpo.credit.tokens import rollout_batch
 from megatron_gcpo.methods import EMBEDDING_NEEDS, METHODS, Method, prepare, without_unsampled
 from megatron_gcpo.methods.phase import alone
 from megatron_gcpo.methods.table import OVERHEAD, README, rendered
-from megatron_gcpo.types import CreditInputs, Group, Prompt, Rollout, TokenStats, Turns
+from megatron_gcpo.types import CreditInputs, Group, Prompt, Rollout, Steps, TokenStats, Turns
 
 GROUPS, ROLLOUTS, TOKENS, EMBEDDING_SIZE = 16, 8, 256, 384
 TEXT = " ".join(f"word{i}" for i in range(TOKENS // 2)) + " \\boxed{1}"
@@ -62,6 +62,10 @@ def best(method: Method, repeats: int) -> float:
                 logprobs_G=torch.from_numpy(rng.normal(size=ROLLOUTS)),
                 texts_G=(TEXT,) * ROLLOUTS,
                 turns=_turns(),
+                steps=Steps(
+                    rewards_GK=torch.arange(4 * ROLLOUTS).view(ROLLOUTS, 4).remainder(3).clamp(max=1).double(),
+                    step_of_token_G=(torch.arange(TOKENS) // (TOKENS // 4),) * ROLLOUTS,
+                ),
             )
         )
     return min(_step(method, groups, inputs) for _ in range(repeats))

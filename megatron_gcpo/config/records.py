@@ -290,6 +290,8 @@ class ObserveConfig(Record):
     rollouts: bool = True
     """Write every rollout of every step to Parquet."""
     progress: bool = True
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """Steps, from 1, of which every rank writes a profiler trace and, on CUDA, a memory snapshot (``--profile steps=3,4``)."""
 
 
 class Config(Record):

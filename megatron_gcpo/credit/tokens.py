@@ -14,9 +14,9 @@ from megatron_gcpo.types import Credit, Group, Rollout, TokenBatch
 def rollout_batch(groups: Sequence[Group], credits: Sequence[Credit]) -> TokenBatch:
     """Every rollout of these groups as one row, prompt and completion, paid by its advantage. No groups: no rows."""
     rows = [
-        (group.prompt.token_ids, rollout.token_ids, rollout.logprobs, _trained(rollout), float(advantage))
+        (group.prompt.token_ids, rollout.token_ids, rollout.logprobs, _trained(rollout), advantage)
         for group, credit in zip(groups, credits, strict=True)
-        for rollout, advantage in zip(group.rollouts, credit.advantages_G, strict=True)
+        for rollout, advantage in zip(group.rollouts, _advantages(credit), strict=True)
     ]
     sizes = [len(group.rollouts) for group in groups]
     batch = _batch(rows, torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64)))
@@ -44,7 +44,14 @@ def _trained(rollout: Rollout) -> np.ndarray:
     return np.ones(len(rollout.token_ids)) if rollout.trained_T is None else rollout.trained_T.astype(np.float64)
 
 
-type _Row = tuple[Sequence[int], np.ndarray, np.ndarray, np.ndarray, float]
+def _advantages(credit: Credit) -> Sequence[float | np.ndarray]:
+    """Of each rollout: one number, or one for each token."""
+    if credit.token_advantages_G is None:
+        return credit.advantages_G.tolist()
+    return [own_T.numpy() for own_T in credit.token_advantages_G]
+
+
+type _Row = tuple[Sequence[int], np.ndarray, np.ndarray, np.ndarray, float | np.ndarray]
 """prompt ids, completion ids, log-probs, whether trained, advantage"""
 
 

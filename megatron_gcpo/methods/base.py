@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_gcpo.environments.base import Environment
+from megatron_gcpo.environments.steps import Split
 from megatron_gcpo.loss.kl import KL_ESTIMATORS
 from megatron_gcpo.loss.surrogate import ppo_clip
 from megatron_gcpo.methods.kl import FixedKl
@@ -71,6 +72,8 @@ class Method:
     """([G] float64 rewards, [G] int64 lengths, options) -> [G] float64 rewards that ``credit`` sees."""
     environment: Environment | None = None
     """The conversation that a rollout is; None: one answer."""
+    steps: Split | None = None
+    """Where the verifiable steps of an answer end; None: it is judged as a whole."""
     prepare: Prepare | None = None
     """Phase one: constants that couple a group or the batch (methods.phase). Needs old_logprobs."""
     policy_loss: Callable[[TokenStats, TokenBatch, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -42,6 +42,7 @@ from megatron_gcpo.methods import (
     rloo,
     rspo,
     sapo,
+    stepcode,
     unlikeliness,
     vigor,
 )
@@ -81,7 +82,7 @@ FAMILIES: Mapping[str, Sequence[Method]] = {
         entropy_bonus.METHOD,
     ),
     "controllers and samplers": (fg_expo.METHOD,),
-    "rewards": (lead.METHOD, bet.METHOD, vigor.METHOD, recrit.METHOD),
+    "rewards": (lead.METHOD, bet.METHOD, vigor.METHOD, recrit.METHOD, stepcode.METHOD),
     "exploration": (ed_grpo.METHOD, ed_idpo.METHOD),
 }
 

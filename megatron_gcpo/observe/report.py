@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.collect import Experience
+from megatron_gcpo.observe.flops import utilization
 from megatron_gcpo.observe.tally import Tally
 from megatron_gcpo.observe.timers import Stopwatch
 from megatron_gcpo.types import UpdateStats
@@ -31,23 +33,27 @@ class StepReport:
     """Of this replica's leader, in stage rl."""
     num_tokens: int
     """Tokens of this replica's sequences, prompts included."""
+    num_rows: int
+    """Sequences of this replica."""
 
 
-def step_metrics(report: StepReport, topology: Topology) -> dict[str, float]:
+def step_metrics(report: StepReport, topology: Topology, provider: Any) -> dict[str, float]:
     """All metrics of a step on rank 0, an empty dict elsewhere. Leaders exchange numbers, never text."""
     tally = Tally()
     tally.add_all(report.pushed or {}, prefix="push/")
     if report.experience is not None:
         tally = tally.merge([report.experience.tally])
-    gathered = topology.gather_objects_from_leaders((tally, report.num_tokens))
+    gathered = topology.gather_objects_from_leaders((tally, report.num_tokens, report.num_rows))
     if gathered is None:
         return {}
     seconds = report.clock.seconds()
-    metrics = Tally().merge(tally for tally, _ in gathered).means()
+    metrics = Tally().merge(tally for tally, _, _ in gathered).means()
+    num_tokens, num_rows = (sum(counts) for counts in zip(*(counts for _, *counts in gathered), strict=True))
     metrics |= {f"method/{name}": value for name, value in report.prepared.items()}
     metrics |= {f"correction/{name}": value for name, value in report.corrected.items()}
     metrics |= {f"time/{phase}_s": value for phase, value in seconds.items()}
-    metrics["perf/tokens_per_s"] = sum(tokens for _, tokens in gathered) / seconds["total"]
+    metrics["perf/tokens_per_s"] = num_tokens / seconds["total"]
+    metrics |= utilization(provider, num_tokens, num_rows, seconds["update"], topology.world_size)
     metrics["perf/memory_peak_gb"] = topology.platform.memory_peak_bytes() / 1e9
     return metrics | _update_metrics(report.updates)
 

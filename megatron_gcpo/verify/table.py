@@ -58,6 +58,20 @@ VERIFIERS: dict[str, Row] = {
             "matrix_games: uniform play earns part of the reward of an equilibrium",
         ),
     ),
+    "trace": Row(
+        module=f"{_HERE}.trace",
+        attribute="Trace",
+        evaluates=True,
+        label=RewardLabel(
+            paradigm="rule",
+            granularity="process",
+            verifiable=True,
+            exploits=(
+                "values that are the same for many inputs",
+                "programs that print what the question already shows",
+            ),
+        ),
+    ),
     "math": Row(
         module=f"{_HERE}.math",
         attribute="Math",

@@ -127,7 +127,7 @@ def pays(name: str, rewards: list[float], e: np.ndarray, logp: list[float]) -> n
             return standardized(r / (1 + np.maximum(similar, 0)))
         case "unlikeliness":
             return standardized(unlikely(rewards, logp))
-        case "reinforce_pp" | "conspo" | "lead" | "bet" | "vigor" | "ed_idpo" | "recrit":
+        case "reinforce_pp" | "conspo" | "lead" | "bet" | "vigor" | "ed_idpo" | "recrit" | "stepcode":
             return r
         case _:
             return standardized(rewards)
@@ -291,6 +291,19 @@ def second_answers_pay(rows: list[Row]) -> list[float]:
     return pays
 
 
+def steps_pay(rows: list[Row]) -> Rows:
+    """StepCodeReasoner where the first token is a step, right in rows of odd length, and the rest the other one."""
+    pays = []
+    for g in sorted({row.group for row in rows}):
+        own = [row for row in rows if row.group == g]
+        columns = [standardized([len(row.logp) % 2 for row in own]), standardized([row.pay for row in own])]
+        for i, row in enumerate(own):
+            first = columns[0][i] + 0.3 * (len(row.logp) % 2) * (1 + row.pay)
+            rest = columns[1][i] + 0.3 * row.pay
+            pays.append(torch.tensor([first] + [rest] * (len(row.logp) - 1)).double())
+    return pays
+
+
 def unlike_reference(row: Row) -> float:
     return min(float((row.ref - row.old).sum().exp()), 5) - 1
 
@@ -405,6 +418,8 @@ def objective(name: str, world: World, current: torch.Tensor, progress: float) -
             return over_rows(rows, [clipped(r, a) for r, a in zip(rows, lengths_pay(rows, 5.0), strict=True)])
         case "bet":
             return paid(rows, budgets_pay(rows, 5))
+        case "stepcode":
+            return over_rows(rows, [clipped(r, a) for r, a in zip(rows, steps_pay(rows), strict=True)])
         case "recrit":
             return paid(rows, second_answers_pay(rows))
         case "vigor":

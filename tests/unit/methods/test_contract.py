@@ -111,7 +111,7 @@ PULLED = {"entropy_bonus", "fg_expo", "rspo", "kl_cov", "ed_grpo", "ed_idpo", "v
 """Terms that act on every token, whatever the rewards, and a method that reads none."""
 FROM_ALL_WRONG = {"gcpo_gold", "dqo"} | PULLED
 """A reference takes a place, or diversity is paid to wrong answers too; every other all-wrong step has no gradient."""
-FROM_ALL_RIGHT = {"gcpo", "marginal", "darling", "dqo", "dra_grpo", "unlikeliness"} | PULLED
+FROM_ALL_RIGHT = {"gcpo", "marginal", "darling", "dqo", "dra_grpo", "unlikeliness", "stepcode"} | PULLED
 """Those that tell right answers apart."""
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_gcpo.credit import gcpo_advantages, shapley_values
 from megatron_gcpo.methods import METHODS, has_signal, resolve
-from megatron_gcpo.types import CreditInputs, Turns
+from megatron_gcpo.types import CreditInputs, Steps, Turns
 
 rewards = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=9)
 
@@ -24,6 +24,10 @@ def inputs(rewards_G, embeddings_GD=None, lengths_G=None) -> CreditInputs:
         embeddings_GD=embeddings_GD,
         lengths_G=torch.tensor(lengths_G or [5] * len(rewards_G)),
         texts_G=("",) * len(rewards_G),
+        steps=Steps(
+            rewards_GK=torch.tensor(rewards_G, dtype=torch.float64)[:, None],
+            step_of_token_G=tuple(torch.zeros(5, dtype=torch.int64) for _ in rewards_G),
+        ),
         turns=Turns(
             rewards_GK=torch.tensor([rewards_G] * 2, dtype=torch.float64).T,
             lengths_GK=torch.full((len(rewards_G), 2), 5),

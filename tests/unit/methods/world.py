@@ -16,7 +16,7 @@ import torch
 from megatron_gcpo.credit.tokens import rollout_batch
 from megatron_gcpo.loss import count, token_weights
 from megatron_gcpo.methods import EMBEDDING_NEEDS, Method, MethodOptions, Scope, prepare, resolve, without_unsampled
-from megatron_gcpo.types import CreditInputs, Group, Prompt, Rollout, TokenBatch, TokenStats, Turns, Verdicts
+from megatron_gcpo.types import CreditInputs, Group, Prompt, Rollout, Steps, TokenBatch, TokenStats, Turns, Verdicts
 
 VOCABULARY = 7
 MAX_TOKENS = 6
@@ -183,11 +183,22 @@ def credited_batch(method: Method, options: MethodOptions, world: World) -> Toke
             lengths_G=lengths_G,
             logprobs_G=torch.tensor([float(r.logprobs.sum(dtype="float64")) for r in group.rollouts]).double(),
             texts_G=tuple(r.text for r in group.rollouts),
+            steps=two_steps(group, verdict) if method.steps is not None else None,
             turns=conversation(group, verdict) if method.environment is not None else None,
         )
         groups.append(group)
         credits.append(method.credit(inputs, options))
     return rollout_batch(groups, credits)
+
+
+def two_steps(group: Group, verdict: Verdicts) -> Steps:
+    """The first token is a step of its own, right where the rollout has an odd number of tokens."""
+    lengths_G = [len(r.token_ids) for r in group.rollouts]
+    first_G = torch.tensor(lengths_G).remainder(2).double()
+    return Steps(
+        rewards_GK=torch.stack([first_G, torch.from_numpy(verdict.rewards_G).double()], 1),
+        step_of_token_G=tuple((torch.arange(length) > 0).long() for length in lengths_G),
+    )
 
 
 def conversation(group: Group, verdict: Verdicts) -> Turns:
