@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_gcpo.data.trace import instrument, question
+from megatron_gcpo.data.trace import check_call, instrument, question
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +46,7 @@ def _problems(path: Path) -> Iterator[dict[str, object]]:
             raise ValueError(f"{path}:{number} is no JSON object with code and call") from None
         try:
             traced = instrument(code)
+            check_call(traced, call)
         except ValueError as error:
             yield {"line": number, "why": str(error)}
             continue

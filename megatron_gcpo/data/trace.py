@@ -30,7 +30,8 @@ def instrument(code: str) -> Traced:
     """Trace points in the last function of a program.
 
     Raises:
-        ValueError: no Python, no function, or a function that does not end with a return of something.
+        ValueError: no Python, no function, one that does not end with a return of something, one that is called from within
+            the program (its points would be passed in an order that nobody can read off), or the name ``trace`` in use.
     """
     try:
         tree = ast.parse(code)
@@ -43,6 +44,11 @@ def instrument(code: str) -> Traced:
     last = function.body[-1]
     if not isinstance(last, ast.Return) or last.value is None:
         raise ValueError(f"the function {function.name} does not end with a return of a value")
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if function.name in used:
+        raise ValueError(f"the function {function.name} is called from within the program")
+    if "trace" in used or any(node.name == "trace" for node in functions):
+        raise ValueError("the code uses the name trace itself")
     points = [(i, name) for i, node in enumerate(function.body[:-1]) if (name := _sets(node)) is not None]
     kept = dict(_spread(points, MAX_POINTS - 1))
     body: list[ast.stmt] = []
@@ -53,6 +59,18 @@ def instrument(code: str) -> Traced:
     function.body = [*body, ast.Return(_call(RETURN, last.value))]
     names = (*(kept[i] for i in sorted(kept)), RETURN)
     return Traced(code=ast.unparse(ast.fix_missing_locations(tree)), function=function.name, names=names)
+
+
+def check_call(traced: Traced, call: str) -> None:
+    """ValueError unless the call is an expression that calls the traced function exactly once."""
+    try:
+        tree = ast.parse(call, mode="eval")
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"the call {call[:60]!r} cannot be read: {error}") from None
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == traced.function]
+    called = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in named]
+    if len(named) != 1 or len(called) != 1:
+        raise ValueError(f"the call {call[:60]!r} must call {traced.function} once")
 
 
 def run(traced: Traced, call: str) -> list[tuple[str, str]]:
@@ -74,8 +92,8 @@ def question(traced: Traced, call: str) -> str:
     lines = "\n".join(f"{name}: ..." for name in traced.names)
     return (
         f"trace(name, value) prints a line with the name, a colon and repr(value), and returns the value.\n\n"
-        f"```python\n{traced.code}\n```\n\nWork out what {call} does. Write each printed line as you get to it, exactly as it is "
-        f"printed:\n{lines}\nThen put the value of {call} in \\boxed{{}}."
+        f"```python\n{traced.code}\n```\n\nWork out what {call} does. Write each printed line as you get to it, exactly as it "
+        f"is printed:\n{lines}\nThen put the value of {call} in \\boxed{{}}."
     )
 
 

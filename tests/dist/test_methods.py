@@ -181,6 +181,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "bet": ("method.name=bet", "method.max_tokens=6"),
     "vigor": ("method.name=vigor",),
     "ed_idpo": ("method.name=ed_idpo",),
+    "stepcode": ("method.name=stepcode",),
     "recrit": (
         *("method.name=recrit", "method.max_tokens=6", "method.buffer=3"),
         *("model.hf_config.max_position_embeddings=128", "train.max_tokens_per_micro_batch=512"),

@@ -33,7 +33,8 @@ def equilibrium(matrix: Matrix) -> tuple[tuple[Fraction, ...], tuple[Fraction, .
     ]
     costs = [Fraction(-1)] * columns + [Fraction(0)] * (rows + 1)
     basis = list(range(columns, columns + rows))
-    while (enter := next((k for k, c in enumerate(costs[:-1]) if c < 0), None)) is not None:
+    while min(costs[:-1]) < 0:
+        enter = next(k for k, cost in enumerate(costs) if cost < 0)
         leave = min(
             (i for i in range(rows) if table[i][enter] > 0),
             key=lambda i: (table[i][-1] / table[i][enter], basis[i]),

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_gcpo.data.trace import RETURN, instrument, run
+from megatron_gcpo.data.trace import RETURN, check_call, instrument, run
 from megatron_gcpo.verify.base import Sample, Verifier
 from megatron_gcpo.verify.verifiers.extract import last_boxed
 
@@ -24,7 +24,7 @@ class Trace(Verifier):
                 raise ValueError(
                     f"verify.name=trace needs prompts with a column {name}: make them with tools/trace_code.py"
                 )
-        instrument(sample.extras["code"])
+        check_call(instrument(sample.extras["code"]), sample.extras["call"])
 
     def judge(self, sample: Sample) -> float:
         traced = instrument(sample.extras["code"])
