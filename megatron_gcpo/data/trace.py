@@ -105,14 +105,11 @@ def _sets(node: ast.stmt) -> str | None:
         case ast.AnnAssign(target=ast.Name(id=name), value=value) if value is not None:
             return name
         case ast.For() | ast.While():
-            changed = [child.target.id for child in ast.walk(node) if _changes(child)]
-            return changed[-1] if changed else None
+            # x += ... needs an x from before: behind the loop there is one, however often it ran
+            changed = [child.target for child in ast.walk(node) if isinstance(child, ast.AugAssign)]
+            names = [target.id for target in changed if isinstance(target, ast.Name)]
+            return names[-1] if names else None
     return None
-
-
-def _changes(node: ast.AST) -> bool:
-    """x += ... needs an x from before: after the loop there is one, however often it ran."""
-    return isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
 
 
 def _call(name: str, value: ast.expr) -> ast.Call:

@@ -90,6 +90,12 @@ def _check_conversation(name: str, environment: Environment, config: Config) -> 
             f"prompt, and {environment.max_reply_tokens} between turns), more than train.max_tokens_per_micro_batch "
             f"{config.train.max_tokens_per_micro_batch}: raise it to at least {longest}"
         )
+    held = config.rollout.vllm.max_model_len
+    if config.rollout.engine == "vllm" and (held is None or held < longest):
+        raise ValueError(
+            f"a conversation of {name} can have {longest} tokens, more than vLLM is told to hold "
+            f"({'one answer' if held is None else held}): set rollout.vllm.max_model_len to {longest}"
+        )
     if config.rollout.router_replay:
         raise ValueError(
             f"rollout.router_replay wants the experts of every token from one engine call, but {name} makes "

@@ -79,6 +79,8 @@ def _points(method: Method, options: MethodOptions) -> Iterator[str]:
     yield "credit"
     if method.environment is not None:
         yield f"environment ({method.environment.name})"
+    if method.steps is not None:
+        yield "steps"
     if method.transform is not None:
         yield "transform"
     if method.prepare is not None:

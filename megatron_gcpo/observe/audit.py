@@ -59,10 +59,12 @@ class Finding:
 
 
 def gap(history: History, limits: Limits) -> Finding:
-    """How much more the training reward rose than held-out pass@1, between the first and last evaluation."""
-    steps, heldout = history.series("eval/pass@1")
+    """How much more the training reward rose than held-out pass@1, from the first to the last evaluation."""
+    _, heldout = history.series("eval/pass@1")
+    if history.summary is not None and history.summary.before is not None and "pass@1" in history.summary.before:
+        heldout = [history.summary.before["pass@1"], *heldout]
     reward_steps, rewards = history.series("reward/mean")
-    if len(steps) < 2 or len(rewards) < 2:
+    if len(heldout) < 2 or len(rewards) < 2:
         return Finding(name="train/held-out gap", value=None, flagged=False, detail="fewer than two evaluations")
     window = max(1, len(rewards) // 10)
     rise = float(np.mean(rewards[-window:]) - np.mean(rewards[:window]))

@@ -145,10 +145,13 @@ def misuse(run: str) -> dict[str, Any]:
 
     folder, seen = Path(run) / "checkpoints", {}
 
-    def names() -> list[str]:
-        return sorted(p.name for p in folder.iterdir())
-
     actor = start({"model": "tied", **TP2_PP2}, seed=3)
+
+    def names() -> list[str]:
+        found = sorted(p.name for p in folder.iterdir())
+        actor.topology.broadcast_object_to_all()  # nobody writes again before all have looked
+        return found
+
     trained = export(actor)
     actor.topology.broadcast_object_to_all()  # nobody writes before all have come
     checkpoint.save(run, actor, {}, step=1, keep_last=2)

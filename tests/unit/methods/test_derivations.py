@@ -371,6 +371,10 @@ class TestComposition:
             (["method/gcpo_gold", "rollout.router_replay=true"], "router_replay wants the engine's experts"),
             (["method/recrit", "train.max_tokens_per_micro_batch=200"], "a conversation of recrit can have"),
             (
+                ["method/recrit", "train.max_tokens_per_micro_batch=9999", "rollout.engine=vllm"],
+                r"vLLM is told to hold \(one answer\): set rollout\.vllm\.max_model_len to ",
+            ),
+            (
                 ["method/recrit", "train.max_tokens_per_micro_batch=9999", "rollout.router_replay=true"],
                 "the experts of every token from one engine call",
             ),

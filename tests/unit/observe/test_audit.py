@@ -16,6 +16,7 @@ from megatron_gcpo.observe import audit
 from megatron_gcpo.observe.history import History
 from megatron_gcpo.observe.replay import SavedGroup
 from megatron_gcpo.observe.rollouts import SCHEMA
+from megatron_gcpo.observe.summary import Summary
 from megatron_gcpo.verify import table
 from tools import audit_rewards
 
@@ -54,6 +55,8 @@ def test_gap(rewards, heldout, growth, flagged):
     assert finding.value == pytest.approx(growth)
     assert finding.flagged is flagged
     assert audit.gap(history(rewards, heldout[:1]), LIMITS).value is None
+    begun = replace(history(rewards, heldout[1:]), summary=Summary(before={"pass@1": heldout[0]}))
+    assert audit.gap(begun, LIMITS).value == pytest.approx(growth)
 
 
 def test_length_is_compared_within_groups_only():
