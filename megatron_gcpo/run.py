@@ -22,7 +22,7 @@ from megatron_gcpo.data import (
 )
 from megatron_gcpo.leader import Leader, make_leader
 from megatron_gcpo.loss import nll
-from megatron_gcpo.loss.correction import correct
+from megatron_gcpo.loss.correction import ROW_LOCAL, correct, in_update
 from megatron_gcpo.methods import (
     Memory,
     Method,
@@ -73,7 +73,7 @@ class Run:
     def needs_old_logprobs(self) -> bool:
         """A pass before the first update; without it the current log-probs stand in, which is exact for one update."""
         train = self.config.train
-        wanted = "old_logprobs" in self.needs or self.config.correction_kind != "none"
+        wanted = "old_logprobs" in self.needs or self.config.correction_kind not in {"none", *ROW_LOCAL}
         return train.mini_batches > 1 or train.old_logprobs == "always" or wanted
 
     @property
@@ -170,7 +170,7 @@ class Run:
     def correct(self, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
         """(the batch with its train/rollout correction, what was seen of the gap). Collective over replicas.
 
-        Without a pass of the old policy nothing is known of the gap before the update, and nothing is corrected.
+        Without a pass of the old policy the update does it, see ``token_loss``.
         """
         if batch.old_logprobs_T is None:
             return batch, {}
@@ -212,8 +212,12 @@ class Run:
             loss_T, metrics = nll(stats.logprobs_T)
             return loss_T, {**metrics, "entropy": stats.entropy_T.detach()}
         loss_T, metrics = self.method.token_loss(stats, batch, self.options)
+        kind = self.config.correction_kind
         if batch.correction_T is not None:
             loss_T = batch.correction_T * loss_T
+        elif kind in ROW_LOCAL:
+            weight_T, seen = in_update(kind, batch, stats.logprobs_T, *self.config.correction_bounds)
+            loss_T, metrics = weight_T * loss_T, {**metrics, **seen}
         assert batch.rollout_logprobs_T is not None, "got rollouts without log-probs, expected the engine's"
         gap_T = (stats.logprobs_T.detach() - batch.rollout_logprobs_T) * batch.mask_T
         return loss_T, {**metrics, "entropy": stats.entropy_T.detach(), "rollout_logprob_gap": gap_T.abs()}

@@ -246,7 +246,11 @@ CORRECTION_BOUNDS = {
 
 
 class CorrectionConfig(Record):
-    """What to do about the gap between the policy that drew the tokens and the one that learns (loss.correction)."""
+    """What to do about the gap between the policy that drew the tokens and the one that learns (loss.correction).
+
+    With one update a step it happens in the update's own forward pass (all kinds but ais), which knows means over tokens;
+    ``train.old_logprobs: always`` makes a pass before it, and with it all diagnostics, percentiles of the ratio among them.
+    """
 
     kind: Literal["auto", "none", "token_tis", "sequence_tis", "masked", "geometric", "ais"] = "auto"
     """auto: token_tis when rollout.max_policy_lag is above 0 or the rollouts are quantized, else none."""

@@ -69,6 +69,34 @@ def weights(kind: str, batch: TokenBatch, low: float, high: float, blend: float 
     return (weight_T * batch.mask_T).float()
 
 
+ROW_LOCAL = frozenset({"token_tis", "sequence_tis", "masked", "geometric"})
+"""Kinds whose weights need nothing but their own row."""
+
+
+def in_update(
+    kind: str, batch: TokenBatch, logprobs_T: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """([T] weights, [T] diagnostics) of a ROW_LOCAL kind from the update's own forward pass.
+
+    At the first update of a step the current policy is the old one, so that no pass before it is needed. Of the diagnostics,
+    means over tokens: correction_kl_k1 and _kl_k3 (nats), _ratio and _ratio_squared, _changed (weight is not the ratio).
+
+    logprobs_T: of the current policy; no gradient flows through the result.
+    """
+    assert kind in ROW_LOCAL, f"got {kind}, expected one of {sorted(ROW_LOCAL)}"
+    own = replace(batch, old_logprobs_T=logprobs_T.detach())
+    weight_T, log_ratio_T = weights(kind, own, low, high), _log_ratio(own)
+    ratio_T = log_ratio_T.exp()
+    seen = {
+        "kl_k1": -log_ratio_T,
+        "kl_k3": ratio_T - 1 - log_ratio_T,
+        "ratio": ratio_T,
+        "ratio_squared": ratio_T.square(),
+        "changed": (weight_T.double() - ratio_T).abs() > 1e-6,
+    }
+    return weight_T, {f"correction_{name}": value.float() for name, value in seen.items()}
+
+
 def moments(kind: str, batch: TokenBatch, low: float, high: float) -> torch.Tensor:
     """[len(MOMENTS)] float64 sums over trained tokens (or rows with one) of this batch; those of several batches add up.
 

@@ -72,4 +72,8 @@ def _update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
             },
             prefix="train/",
         )
-    return {**tally.means(), "train/skipped_updates": float(sum(u.skipped for u in updates))}
+    means = tally.means()
+    if means.get("train/correction_ratio_squared"):
+        # effective sample size of the tokens' ratios, as a share of the tokens
+        means["train/correction_ess"] = means["train/correction_ratio"] ** 2 / means["train/correction_ratio_squared"]
+    return {**means, "train/skipped_updates": float(sum(u.skipped for u in updates))}

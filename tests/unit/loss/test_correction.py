@@ -274,3 +274,19 @@ def test_auto_corrects_what_has_a_gap(rollout: dict[str, Any], kind: str, expect
 def test_what_cannot_be_corrected_is_refused(sections: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         config(**sections)
+
+
+@pytest.mark.parametrize("kind", sorted(correction.ROW_LOCAL))
+def test_in_the_update_are_the_weights_of_a_pass_before_it(kind: str) -> None:
+    """With one update a step its own forward pass is the old policy: same weights, same means, no gradient through them."""
+    made = batch(OLD, ROLLOUT)
+    assert made.old_logprobs_T is not None
+    current_T = made.old_logprobs_T.clone().requires_grad_()
+    low, high = BOUNDS[kind]
+    weight_T, seen = correction.in_update(kind, replace(made, old_logprobs_T=None), current_T, low, high)
+    assert torch.equal(weight_T, correction.weights(kind, made, low, high))
+    assert not weight_T.requires_grad
+    sums = dict(zip(MOMENTS, correction.moments(kind, made, low, high).tolist(), strict=True))
+    for name, total in (("kl_k1", "k1"), ("kl_k3", "k3"), ("ratio", "ratio"), ("ratio_squared", "ratio_squared")):
+        mean = float((seen[f"correction_{name}"] * made.mask_T).sum())
+        assert mean == pytest.approx(sums[total], rel=1e-4, abs=1e-5)
