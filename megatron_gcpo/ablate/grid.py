@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gcpo.config.problems import explain
+from megatron_gcpo.config.problems import load_record
 from megatron_gcpo.config.records import Record
 
 
@@ -121,15 +120,4 @@ def cells(ablation: AblationConfig) -> list[Cell]:
 
 def load_ablation(path: str | Path) -> AblationConfig:
     """The ablation in a file. Raises ValueError, one line for each field that is wrong."""
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"ablation {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"ablation {path} is not valid YAML: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"ablation {path} must hold a mapping with a recipe and a grid")
-    try:
-        return AblationConfig.model_validate(values)
-    except ValidationError as error:
-        raise ValueError("\n".join(f"{path}: {explain(AblationConfig, e)}" for e in error.errors())) from None
+    return load_record(path, AblationConfig, "ablation", "a recipe and a grid")

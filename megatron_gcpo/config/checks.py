@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -210,8 +209,8 @@ def _train(config: Config) -> Iterator[str]:
     ):
         known = megatron_names.option_names(*source)
         for name in sorted(options.keys() - known) if known else []:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
-            yield f"train.{section}.{name} is not an option of Megatron's {source[1]}: did you mean {near[0]}?"
+            near = nearest(name, known, cutoff=0.0)
+            yield f"train.{section}.{name} is not an option of Megatron's {source[1]}: did you mean {near}?"
     rate, warmup = train.optimizer.get("lr"), train.scheduler.get("lr_warmup_steps", 0)
     if not isinstance(rate, int | float):
         found = "missing" if rate is None else repr(rate)

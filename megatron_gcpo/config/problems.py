@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel
+import yaml
+from pydantic import BaseModel, ValidationError
 
 from megatron_gcpo.names import nearest
+
+
+def load_record[R: BaseModel](path: str | Path, record: type[R], what: str, content: str) -> R:
+    """The record in a YAML file. what, content: name the file and what it holds in errors.
+
+    Raises:
+        ValueError: no such file, no YAML, or one line for each field that is wrong.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{what} {path} is not valid YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{what} {path} must hold a mapping with {content}")
+    try:
+        return record.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{path}: {explain(record, e)}" for e in error.errors())) from None
 
 
 def explain(record: type[BaseModel], error: Any) -> str:

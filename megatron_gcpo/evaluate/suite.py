@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import yaml
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gcpo.config.problems import explain
+from megatron_gcpo.config.problems import load_record
 from megatron_gcpo.config.records import DataConfig, EmbedConfig, Record, SourceConfig, VerifyConfig, VllmConfig
 from megatron_gcpo.data.benchmarks import LAYOUTS
 
@@ -94,15 +93,4 @@ def load_suite(path: str | Path) -> SuiteConfig:
     Raises:
         ValueError: no such file, no YAML, or one line for each field that is wrong.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"suite {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"suite {path} is not valid YAML: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"suite {path} must hold a mapping with benchmarks")
-    try:
-        return SuiteConfig.model_validate(values)
-    except ValidationError as error:
-        raise ValueError("\n".join(f"{path}: {explain(SuiteConfig, e)}" for e in error.errors())) from None
+    return load_record(path, SuiteConfig, "suite", "benchmarks")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_gcpo.config.records import ClusterConfig, ModelConfig
+from megatron_gcpo.names import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,10 +49,8 @@ def read_hf_config(model: ModelConfig) -> PretrainedConfig:
     values = dict(model.hf_config)
     model_type = values.pop("model_type", None)
     if model_type not in CONFIG_MAPPING_NAMES:
-        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, n=1, cutoff=0.0)
-        raise ValueError(
-            f"model.hf_config.model_type {model_type!r} is no model of transformers: did you mean {near[0]}?"
-        )
+        near = nearest(model_type, CONFIG_MAPPING_NAMES, cutoff=0.0)
+        raise ValueError(f"model.hf_config.model_type {model_type!r} is no model of transformers: did you mean {near}?")
     try:
         return AutoConfig.for_model(model_type, **values)
     except (TypeError, ValueError) as error:
