@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as tools/convert_checkpoint.py does
 import torch
 
 HIDDEN, LAYERS_PER_GB, VOCABULARY = 2048, 10, 32_000
@@ -100,10 +101,11 @@ def compare(root: Path, source: Path, arguments: argparse.Namespace) -> int:
         "Hugging Face -> Megatron": lambda: to_megatron(source, megatron, arguments),
         "Megatron -> Hugging Face": lambda: to_hf(megatron, back, arguments),
     }
+    targets = dict(zip(runs, (copied, megatron, back), strict=True))
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(arguments.rounds):
         for name, run in runs.items():
-            seconds[name].append(timed(run))
+            seconds[name].append(timed(run, targets[name]))
     total = sum(file.stat().st_size for file in source.glob("*.safetensors")) / 1e9
     print(
         f"{total:.2f} GB, {arguments.processes} process(es), {arguments.rounds} rounds, medians (smallest - largest):"
@@ -121,7 +123,8 @@ def compare(root: Path, source: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def timed(run: Callable[[], Any]) -> float:
+def timed(run: Callable[[], Any], target: Path) -> float:
+    shutil.rmtree(target, ignore_errors=True)
     os.sync()
     begin = time.perf_counter()
     run()
@@ -129,7 +132,6 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def copy(source: Path, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for file in source.iterdir():
         shutil.copyfile(file, target / file.name)
@@ -145,14 +147,12 @@ def flush(file: Path) -> None:
 def to_megatron(source: Path, target: Path, arguments: argparse.Namespace) -> None:
     from megatron_gcpo.convert import to_megatron as direction
 
-    shutil.rmtree(target, ignore_errors=True)
     direction.convert(source, target, options=options_of(arguments))
 
 
 def to_hf(source: Path, target: Path, arguments: argparse.Namespace) -> None:
     from megatron_gcpo.convert import to_hf as direction
 
-    shutil.rmtree(target, ignore_errors=True)
     direction.convert(source, target, options=options_of(arguments))
 
 
@@ -173,7 +173,7 @@ def bridge(source: Path, root: Path) -> dict[str, float]:
     from megatron_gcpo.cluster import topology as topologies
     from megatron_gcpo.config.records import ClusterConfig, ModelConfig
     from megatron_gcpo.policy.build import build, prints_to_log
-    from megatron_gcpo.policy.weights import model_state
+    from megatron_gcpo.policy.weights import model_state, put_weights
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     platform, cluster = platforms.install("cpu"), ClusterConfig(platform="cpu")
@@ -184,12 +184,17 @@ def bridge(source: Path, root: Path) -> dict[str, float]:
         saved = root / "bridge_megatron"
         saved.mkdir()
         dist_checkpointing.save(model_state(policy), str(saved))
+        for file in saved.iterdir():
+            flush(file)
+        stored = time.perf_counter()
+        put_weights(policy, dist_checkpointing.load(model_state(policy), str(saved)))
         loaded = time.perf_counter()
         with prints_to_log():
             export(policy, root / "bridge_back")
         return {
-            "bridge load, Megatron save": loaded - begin,
-            "bridge export, save_file": time.perf_counter() - loaded,
+            "bridge load, Megatron save": stored - begin,
+            "Megatron load, bridge export": time.perf_counter() - stored,
+            "  of which the export": time.perf_counter() - loaded,
         }
     finally:
         topology.close()

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_gcpo.convert import safetensors_io
 from megatron_gcpo.convert.safetensors_io import Entry
+from megatron_gcpo.policy.hf_config import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def read_config(path: Path) -> PretrainedConfig:
     """The config, naming its causal-LM class; code in the folder is never run."""
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except UNREADABLE as error:
         first = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path / 'config.json'}: no model config can be read there ({first})") from None
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

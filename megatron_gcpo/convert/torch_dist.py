@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
-from megatron_gcpo.convert.safetensors_io import bytes_of
+from megatron_gcpo.convert.safetensors_io import bytes_of, read_into
 
 METADATA = ".metadata"
 BACKEND = "metadata.json"
@@ -163,13 +164,16 @@ def read_box(tensor: GlobalTensor, box: Box) -> torch.Tensor:
         high = tuple(min(o + s, co + cs) for o, s, co, cs in zip(offset, size, chunk.offset, chunk.size, strict=True))
         if any(a >= b for a, b in zip(low, high, strict=True)) and math.prod(size):
             continue
-        stored = _read_chunk(tensor, chunk)
-        part = stored[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True))]
-        if part.shape == size:
-            return part if part.is_contiguous() else part.contiguous()
+        if (chunk.offset, chunk.size) == box:
+            return _read_chunk(tensor, chunk, torch.empty(size, dtype=tensor.dtype))
         whole = torch.empty(size, dtype=tensor.dtype) if whole is None else whole
-        whole[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = part
-        filled += part.numel()
+        there = whole[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))]
+        if there.shape == chunk.size and there.is_contiguous():
+            _read_chunk(tensor, chunk, there)
+        else:
+            stored = _read_chunk(tensor, chunk, torch.empty(chunk.size, dtype=tensor.dtype))
+            there.copy_(stored[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True))])
+        filled += there.numel()
     if whole is None or filled != math.prod(size):
         raise ValueError(
             f"tensor {tensor.key!r} of shape {list(tensor.shape)}: its chunks hold {filled} of the {math.prod(size)} "
@@ -178,19 +182,36 @@ def read_box(tensor: GlobalTensor, box: Box) -> torch.Tensor:
     return whole
 
 
-def _read_chunk(tensor: GlobalTensor, chunk: Chunk) -> torch.Tensor:
+def _read_chunk(tensor: GlobalTensor, chunk: Chunk, target: torch.Tensor) -> torch.Tensor:
+    """``target``, contiguous, filled with the chunk."""
     what = f"{chunk.file}: tensor {tensor.key!r} at {list(chunk.offset)}"
     try:
         with chunk.file.open("rb", buffering=0) as stream:
             window: Any = _Window(stream, chunk.begin, chunk.length)
-            loaded = torch.load(window, map_location="cpu", weights_only=True)
+            # Described without its data, which are then copied once, straight to where they belong.
+            with FakeTensorMode():
+                found = torch.load(window, map_location="cpu", weights_only=True)
+            if not torch.is_tensor(found) or found.shape != chunk.size or found.dtype != tensor.dtype:
+                kind = f"{found.dtype} {list(found.shape)}" if torch.is_tensor(found) else type(found).__name__
+                raise _Refused(f"{what} is {kind}, the table says {tensor.dtype} {list(chunk.size)}")
+            begin = getattr(found.untyped_storage(), "_checkpoint_offset", None)  # torch sets it, for streams it can
+            if begin is None or not found.is_contiguous():
+                window.seek(0)
+                return target.copy_(torch.load(window, map_location="cpu", weights_only=True))
+            begin += found.storage_offset() * found.itemsize
+            if begin + target.nbytes > chunk.length:
+                raise _Refused(f"{what} is damaged: it ends after its stream")
+            read_into(stream, chunk.begin + begin, memoryview(bytes_of(target)), what)
+    except _Refused:
+        raise
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{what} is damaged: {first}") from None
-    if not torch.is_tensor(loaded) or loaded.shape != chunk.size or loaded.dtype != tensor.dtype:
-        found = f"{loaded.dtype} {list(loaded.shape)}" if torch.is_tensor(loaded) else type(loaded).__name__
-        raise ValueError(f"{what} is {found}, the table says {tensor.dtype} {list(chunk.size)}")
-    return loaded
+    return target
+
+
+class _Refused(ValueError):
+    """Says it all already."""
 
 
 class _Window(io.RawIOBase):

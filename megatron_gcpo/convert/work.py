@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import multiprocessing
@@ -18,6 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from megatron_gcpo.policy.manifest import PARTIAL, flush, free_bytes, write_json
 PLAN = "conversion.json"
 RECORDS = "records"
 TICK_S = 0.2
+BLOCK_BYTES = 256 << 10
+"""Hashed and written at once: small enough to be in the core's cache still when it is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +87,14 @@ class Output:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._hash.update(view)
         done = 0
         while done < len(view):
-            done += self._stream.write(view[done:]) or 0
+            block = view[done : done + BLOCK_BYTES]
+            self._hash.update(block)
+            written = 0
+            while written < len(block):
+                written += self._stream.write(block[written:]) or 0
+            done += written
         self._position += done
         self._count(done)
         return done
@@ -149,8 +155,7 @@ def carry_out(
     total = sum(job.num_bytes for job in jobs)
     with _bar(target.name, total, total - missing, options.progress) as show:
         if options.processes == 1 or len(todo) < 2:
-            for n in todo:
-                _write_file(partial, jobs[n], functools.partial(write, n), show)
+            _write_files(partial, jobs, iter(todo), write, show)
         else:
             _fork(partial, jobs, todo, write, min(options.processes, len(todo)), show)
     return [_record(partial, job) for job in jobs]
@@ -242,15 +247,28 @@ def _is_done(partial: Path, job: Job) -> bool:
     )
 
 
-def _write_file(partial: Path, job: Job, write: Callable[[Output], Any], count: Callable[[int], None]) -> None:
-    draft = partial / (job.file + ".tmp")
-    with saying_disk_full(partial):
-        output = Output(draft, count)
-        result = write(output)
-        sha256 = output.close()
-        draft.rename(partial / job.file)
-        record = {"file": job.file, "num_bytes": output.tell(), "sha256": sha256, "result": result}
-        write_json(_record_path(partial, job), record)
+def _write_files(
+    partial: Path, jobs: Sequence[Job], todo: Iterator[int], write: Write, count: Callable[[int], None]
+) -> None:
+    """While a file is on its way to the disk the next one is written."""
+    with saying_disk_full(partial), ThreadPoolExecutor(1) as disk:
+        before: Future[None] | None = None
+        for n in todo:
+            output = Output(partial / (jobs[n].file + ".tmp"), count)
+            result = write(n, output)
+            if before is not None:
+                before.result()
+            before = disk.submit(_seal, partial, jobs[n], output, result)
+        if before is not None:
+            before.result()
+
+
+def _seal(partial: Path, job: Job, output: Output, result: Any) -> None:
+    """Once the file is safe it gets its name, and its record says so."""
+    sha256 = output.close()
+    (partial / (job.file + ".tmp")).rename(partial / job.file)
+    record = {"file": job.file, "num_bytes": output.tell(), "sha256": sha256, "result": result}
+    write_json(_record_path(partial, job), record)
 
 
 def _fork(
@@ -264,15 +282,18 @@ def _fork(
         with written.get_lock():
             written.value += num_bytes
 
+    def taken() -> Iterator[int]:
+        while True:
+            with position.get_lock():
+                mine, position.value = position.value, position.value + 1
+            if mine >= len(todo):
+                return
+            yield todo[mine]
+
     def work() -> None:
         torch.set_num_threads(1)
         try:
-            while True:
-                with position.get_lock():
-                    taken, position.value = position.value, position.value + 1
-                if taken >= len(todo):
-                    return
-                _write_file(partial, jobs[todo[taken]], functools.partial(write, todo[taken]), count)
+            _write_files(partial, jobs, taken(), write, count)
         except ValueError as error:
             errors.put(str(error))
             os._exit(1)

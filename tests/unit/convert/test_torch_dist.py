@@ -71,10 +71,11 @@ def test_any_box_of_a_tensor_cut_in_any_way(tmp_path_factory: pytest.TempPathFac
 
 
 def test_what_torch_writes_we_read(tmp_path: Path) -> None:
-    written = {"a": torch.randn(3, 4), "b": torch.arange(5), "step": 7}
+    turned, part = torch.randn(4, 3).t(), torch.randn(6, 2)[2:4]
+    written = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": turned, "d": part, "e": torch.empty(0, 2), "step": 7}
     dcp.save(written, checkpoint_id=tmp_path, no_dist=True)
     tensors = torch_dist.read_tensors(tmp_path)
-    assert tensors.keys() == {"a", "b"}
+    assert tensors.keys() == {"a", "b", "c", "d", "e"}
     for key, tensor in tensors.items():
         whole = ((0,) * len(tensor.shape), tensor.shape)
         assert torch.equal(torch_dist.read_box(tensor, whole), written[key])
