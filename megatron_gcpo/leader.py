@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import Config
-from megatron_gcpo.data import CurriculumSampler, PromptSampler, PromptSet, load_prompts, make_sampler, make_task
+from megatron_gcpo.data import JudgedSampler, PromptSet, Sampler, load_prompts, make_sampler
 from megatron_gcpo.data.template import turn_frame
 from megatron_gcpo.embed import Encoder
-from megatron_gcpo.environments import Environment, play
+from megatron_gcpo.environments import Environment, converse
+from megatron_gcpo.evaluate.run import Labeller, task_labeller
+from megatron_gcpo.judge import Judge, question_encoder
 from megatron_gcpo.methods import EMBEDDING_NEEDS, Method, MethodOptions, Need
-from megatron_gcpo.rollout import RolloutEngine, Sampling, generate_groups
+from megatron_gcpo.rollout import RolloutEngine, Sampling
 from megatron_gcpo.rollout.background import Background, Rollouts, Synchronous
 from megatron_gcpo.rollout.build import make_engine
-from megatron_gcpo.types import Group, Rollout
+from megatron_gcpo.types import Group, Prompt, Rollout
 from megatron_gcpo.verify.pool import VerifierPool
+
+
+class Draw(Protocol):
+    """Groups for these prompts from the engine, with the settings of the run where no others are given."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], step: int, *, turns: Environment | None = ..., **own: Any
+    ) -> list[Group]:
+        """turns: the conversation that a rollout is, by default the method's; None: one answer. own: as of ``converse``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +41,18 @@ class Leader:
     tokenizer: Any
     prompts: PromptSet
     heldout: PromptSet | None
-    sampler: PromptSampler | CurriculumSampler
+    sampler: Sampler
+    judge: Judge | None
+    """Asks the policy about candidates, for a sampler that waits for it; None: the sampler needs nobody."""
     engine: RolloutEngine
     rollouts: Rollouts
     """Draws the groups of the steps with ``engine``, maybe ahead of time."""
+    draw: Draw
     sampling: Sampling
     pool: VerifierPool
     encoder: Encoder | None
     """None when neither the method nor an evaluation compares rollouts; loading one takes seconds."""
-    strategy_of: Callable[[str], str | None] | None
+    strategy_of: Labeller | None
     """Labels a solution's strategy, for measuring only; packaged tasks know theirs."""
 
     def decode(self, token_ids: list[int]) -> str:
@@ -94,62 +109,55 @@ def make_leader(
         seed=config.run.seed,
         num_replicas=topology.num_replicas,
     )
+    environment, frame = method.environment, turn_frame(config.data, tokenizer)
+    if environment is not None:  # whether it can be said at all is known before anything is drawn
+        frame(environment.reply(prompts.prompts[0], ("",), 0))
+
+    def draw(
+        prompts: Sequence[Prompt], step: int, *, turns: Environment | None = environment, **own: Any
+    ) -> list[Group]:
+        settings: dict[str, Any] = {
+            "group_size": rollout.group_size,
+            "max_new_tokens": rollout.max_new_tokens,
+            "sampling": sampling,
+            "decode": lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+            "run_seed": config.run.seed,
+        }
+        return converse(engine, prompts, turns, frame=frame, step=step, **{**settings, **own})
+
+    def share(step: int, round: int) -> list[Group]:
+        return draw([prompts.prompts[i] for i in sampler.share(step, topology.replica, round)], step)
+
+    synchronous = rollout.max_policy_lag == 0 or config.run.stage != "rl"
     return Leader(
         tokenizer=tokenizer,
         prompts=prompts,
         heldout=heldout,
         sampler=sampler,
+        judge=_judge(config, topology.replica, prompts, sampler, tokenizer, draw),
         engine=engine,
-        rollouts=_rollouts(config, topology.replica, prompts, sampler, engine, sampling, tokenizer, method.environment),
+        rollouts=(
+            Synchronous(draw=share)
+            if synchronous
+            else Background(share, engine, max_lag=rollout.max_policy_lag, num_steps=config.run.steps)
+        ),
+        draw=draw,
         sampling=sampling,
         pool=VerifierPool(config.verify),
         encoder=Encoder(config.embed, topology.platform.device) if needs & EMBEDDING_NEEDS or heldout else None,
-        strategy_of=_strategy_of(config),
+        strategy_of=task_labeller(config.data.train),
     )
 
 
-def _rollouts(
-    config: Config,
-    replica: int,
-    prompts: PromptSet,
-    sampler: PromptSampler | CurriculumSampler,
-    engine: RolloutEngine,
-    sampling: Sampling,
-    tokenizer: Any,
-    environment: Environment | None,
-) -> Rollouts:
-    rollout = config.rollout
-    frame = turn_frame(config.data, tokenizer)
-    if environment is not None:  # whether it can be said at all is known before anything is drawn
-        frame(environment.reply(prompts.prompts[0], ("",), 0))
-
-    def draw(step: int, round: int) -> list[Group]:
-        settings: dict[str, Any] = {
-            "max_new_tokens": rollout.max_new_tokens,
-            "sampling": sampling,
-            "decode": lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-            "run_seed": config.run.seed,
-            "step": step,
-        }
-        wanted = [prompts.prompts[i] for i in sampler.share(step, replica, round)]
-        groups = generate_groups(engine, wanted, group_size=rollout.group_size, **settings)
-        if environment is None:
-            return groups
-        return play(engine, groups, environment, frame=frame, **settings)
-
-    if rollout.max_policy_lag == 0 or config.run.stage != "rl":
-        return Synchronous(draw=draw)
-    return Background(draw, engine, max_lag=rollout.max_policy_lag, num_steps=config.run.steps)
-
-
-def _strategy_of(config: Config) -> Callable[[str], str | None] | None:
-    source = config.data.train
-    if source.kind != "task":
+def _judge(
+    config: Config, replica: int, prompts: PromptSet, sampler: Sampler, tokenizer: Any, draw: Draw
+) -> Judge | None:
+    """Who asks the policy, where the sampler waits for what it says."""
+    if not isinstance(sampler, JudgedSampler) or config.run.stage != "rl":
         return None
-    strategy = make_task(source.name, source.options).strategy
+    limit = sampler.options.max_new_tokens
 
-    def label(text: str) -> str | None:
-        name = strategy(text)
-        return None if name == "none" else name
+    def ask(step: int, questions: Sequence[Prompt]) -> list[Group]:
+        return draw(questions, step, turns=None, group_size=1, max_new_tokens=limit, stream="judge")
 
-    return label
+    return Judge(sampler, prompts.prompts, ask=ask, encode=question_encoder(config.data, tokenizer), replica=replica)

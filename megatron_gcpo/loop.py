@@ -15,19 +15,20 @@ from megatron_gcpo.cluster.platform import Platform
 from megatron_gcpo.collect import embedded_texts
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.contract.check import check_contract
+from megatron_gcpo.environments import score
 from megatron_gcpo.evaluate import measure, summarize_evals
 from megatron_gcpo.observe.profile import profiled
 from megatron_gcpo.observe.progress import ProgressBar
 from megatron_gcpo.observe.report import StepReport, step_metrics
 from megatron_gcpo.observe.rollouts import drop_rollouts_after, write_rollouts
 from megatron_gcpo.observe.sinks import Sink, open_sinks
-from megatron_gcpo.observe.summary import Summary, print_summary
+from megatron_gcpo.observe.summary import Summary, print_evaluations, print_summary
 from megatron_gcpo.policy import checkpoint, export
 from megatron_gcpo.reshard.check import NO_LIMIT
 from megatron_gcpo.resume import check_continuation, find_checkpoint
-from megatron_gcpo.rollout import generate_groups
 from megatron_gcpo.run import Run, assemble
 from megatron_gcpo.step import sft_step, train_step
+from megatron_gcpo.usage import make_console
 
 STEPS = {"rl": train_step, "sft": sft_step}
 
@@ -48,12 +49,13 @@ def work(config: Config, folder: Path, platform: Platform) -> int:
 
 def train(run: Run) -> None:
     """Go on from the newest complete checkpoint up to the configured number of steps."""
-    settings, steps, console = run.config, run.config.run.steps, Console()
+    settings, steps, console = run.config, run.config.run.steps, make_console()
     summary = _resume(run)
     _hand_over(run, summary.step)
     sinks = _open(run, summary)
     if summary.before is None and settings.evaluate.at_start:
         summary = replace(summary, before=evaluate(run))
+        _show(run, summary, console)
     profile_steps = settings.observe.profile_steps
     if run.leader is not None:
         run.leader.rollouts.begin(summary.step)
@@ -68,7 +70,10 @@ def train(run: Run) -> None:
             _dump(run, report)
             last = summary.step == steps
             if settings.evaluate.every and summary.step % settings.evaluate.every == 0 and not last:
-                metrics |= {f"eval/{name}": value for name, value in evaluate(run).items()}
+                found = evaluate(run)
+                summary = summary.evaluated(found)
+                metrics |= {f"eval/{name}": value for name, value in found.items()}
+                _show(run, summary, console)
             _write(sinks, summary.step, metrics)
             bar.advance(summary.step, metrics)
             if summary.step % settings.checkpoint.every == 0 or last:
@@ -84,6 +89,11 @@ def train(run: Run) -> None:
     if run.is_first:
         summary.write(run.folder)
         print_summary(summary, settings.run.name, run.folder, console)
+
+
+def _show(run: Run, summary: Summary, console: Console) -> None:
+    if run.is_first and run.config.observe.progress:
+        print_evaluations(summary, run.config.run.name, console)
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -103,31 +113,26 @@ def evaluate(run: Run) -> dict[str, float]:
         assert leader.heldout is not None, "got no held-out prompts, expected those of data.heldout"
         sampling = replace(leader.sampling, temperature=settings.evaluate.temperature, top_k=0, top_p=1.0, min_p=0.0)
         with leader.rollouts.exclusive():
-            groups = generate_groups(
-                leader.engine,
+            groups = leader.draw(
                 leader.heldout.prompts[run.topology.replica :: run.topology.num_replicas],
-                group_size=settings.evaluate.samples,
-                max_new_tokens=settings.rollout.max_new_tokens,
-                sampling=sampling,
-                decode=leader.decode,
-                run_seed=settings.run.seed,
                 step=0,
+                group_size=settings.evaluate.samples,
+                sampling=sampling,
                 stream="evaluate",
             )
-        label = leader.strategy_of
         records = measure(
             groups,
-            leader.pool.score(groups),
+            score(leader.pool, groups),
             encoder=leader.encoder,
             span=settings.embed.span,
-            labeller=None if label is None else lambda _, text: label(text),
+            labeller=leader.strategy_of,
         )
         if leader.encoder is not None:
             leader.encoder.take_metrics()  # what an evaluation embeds is no number of the next step
         gathered = run.topology.gather_objects_from_leaders(records)
     if gathered is None:
         return {}
-    return dict(summarize_evals([record for records in gathered for record in records], settings.evaluate.ks).metrics)
+    return summarize_evals([record for records in gathered for record in records], settings.evaluate.ks)
 
 
 def _hand_over(run: Run, version: int) -> None:
@@ -200,4 +205,5 @@ def _dump(run: Run, report: StepReport) -> None:
         experience.credits,
         experience.trained,
         embedded_texts(run, experience),
+        experience.entropies(report.entropy_T),
     )

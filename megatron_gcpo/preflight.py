@@ -13,8 +13,10 @@ from rich.table import Table
 from megatron_gcpo.cluster.grid import num_replicas, rank_grid, world_size
 from megatron_gcpo.cluster.platform import install
 from megatron_gcpo.config.records import Config
-from megatron_gcpo.data import PromptSampler, PromptSet, RowSampler, load_prompts, load_tokenizer
-from megatron_gcpo.methods import MethodOptions, check_run, resolve
+from megatron_gcpo.data import PromptSet, RowSampler, load_prompts, load_tokenizer, make_sampler
+from megatron_gcpo.data.judged import JudgedSampling
+from megatron_gcpo.judge import check_question, question_encoder
+from megatron_gcpo.methods import Method, MethodOptions, check_run, longest_sequences, resolve
 from megatron_gcpo.observe.summary import Summary
 from megatron_gcpo.policy import manifest
 from megatron_gcpo.policy.hf_config import check_layout, complete_model, read_hf_config
@@ -61,10 +63,10 @@ def preflight(config: Config, folder: Path, *, starts_now: bool = True) -> None:
     if config.run.stage == "sft":
         _check_demonstrations(config, prompts, tokenizer, hf_config.max_position_embeddings)
     else:
-        PromptSampler(num_prompts=len(prompts), prompts_per_step=config.rollout.prompts_per_step, seed=config.run.seed)
-        _check_lengths(config, prompts, hf_config.max_position_embeddings)
-    if heldout is not None:
-        _check_lengths(config, heldout, hf_config.max_position_embeddings)
+        _check_sampler(config, options, prompts, tokenizer)
+        _check_lengths(config, method, options, prompts, hf_config.max_position_embeddings)
+    if heldout is not None:  # no sampler asks about these
+        _check_lengths(config, method, MethodOptions(), heldout, hf_config.max_position_embeddings)
 
 
 def _check_overlong(options: MethodOptions, max_new_tokens: int) -> None:
@@ -76,9 +78,28 @@ def _check_overlong(options: MethodOptions, max_new_tokens: int) -> None:
         )
 
 
-def _check_lengths(config: Config, prompts: PromptSet, positions: int) -> None:
+def _check_sampler(config: Config, options: MethodOptions, prompts: PromptSet, tokenizer: Any) -> None:
+    make_sampler(
+        options.sampler,
+        num_prompts=len(prompts),
+        prompts_per_step=config.rollout.prompts_per_step,
+        seed=config.run.seed,
+        num_replicas=num_replicas(config.cluster),
+    )
+    if isinstance(options.sampler, JudgedSampling):
+        check_question(question_encoder(config.data, tokenizer), options.sampler.recent)
+
+
+def _check_lengths(config: Config, method: Method, options: MethodOptions, prompts: PromptSet, positions: int) -> None:
     longest = max(prompts.prompts, key=lambda prompt: len(prompt.token_ids))
-    check_fits(len(longest.token_ids), config.rollout.max_new_tokens, positions, f"prompt {longest.id!r}")
+    if method.environment is None:
+        check_fits(len(longest.token_ids), config.rollout.max_new_tokens, positions, f"prompt {longest.id!r}")
+    for kind in longest_sequences(method, options, config, len(longest.token_ids)):
+        if kind.tokens > positions:
+            raise ValueError(
+                f"{kind.what} about prompt {longest.id!r} can have {kind.tokens} tokens ({kind.made_of}), but the model "
+                f"holds {positions} positions: lower rollout.max_new_tokens or data.max_prompt_tokens"
+            )
 
 
 def _check_demonstrations(config: Config, prompts: PromptSet, tokenizer: Any, positions: int) -> None:
@@ -131,7 +152,7 @@ def _arithmetic(config: Config) -> str:
         lines.append(f"a step: {rows} demonstrations, {rows // replicas} on each replica, 1 update")
     else:
         prompts, group = rollout.prompts_per_step, rollout.group_size
-        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+        longest = max(kind.tokens for kind in longest_sequences(*resolve(config.method), config))
         lines += [
             f"a step: {prompts} prompts x {group} rollouts = {prompts * group} sequences, {prompts // replicas} prompts = "
             f"{prompts * group // replicas} sequences on each replica",

@@ -8,21 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_gcpo.cluster.deadline import Watch
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.credit.tokens import demonstration_batch
-from megatron_gcpo.data import (
-    CurriculumSampler,
-    RowSampler,
-    load_prompts,
-    load_tokenizer,
-)
+from megatron_gcpo.data import CurriculumSampler, PromptSampler, RowSampler, load_prompts, load_tokenizer
+from megatron_gcpo.data.judged import JudgedSampling
 from megatron_gcpo.leader import Leader, make_leader
 from megatron_gcpo.loss import nll
 from megatron_gcpo.loss.correction import ROW_LOCAL, correct, in_update
+from megatron_gcpo.loss.streams import reinforced
 from megatron_gcpo.methods import (
     Memory,
     Method,
@@ -33,6 +31,7 @@ from megatron_gcpo.methods import (
     prepare,
     resolve,
 )
+from megatron_gcpo.observe.tally import Tally
 from megatron_gcpo.policy.actor import Actor
 from megatron_gcpo.policy.build import build
 from megatron_gcpo.policy.hf_config import complete_model
@@ -184,26 +183,49 @@ class Run:
             sum_over_replicas=self.topology.sum_over_replicas,
         )
 
-    def learn_from(self, seen: Mapping[int, float]) -> None:
-        """Tell a sampler that learns what each prompt's group was worth. Collective over the leaders."""
+    def choose_prompts(self, step: int) -> None:
+        """Where the policy judges candidates, it does so now. Collective over the leaders."""
+        if self.leader is not None and self.leader.judge is not None:
+            self.leader.judge.choose(step, self.topology.sum_over_replicas)
+
+    def learn_from(self, step: int, seen: Mapping[int, np.ndarray], tally: Tally) -> TokenBatch | None:
+        """Tell a sampler that learns what each prompt's group was worth. Collective over the leaders.
+
+        seen: index of each prompt -> [G] rewards as drawn. tally: gets what is worth watching.
+
+        Returns this replica's judgements of prompts as rows to train beside the policy's; None: there are none.
+        """
         assert self.leader is not None, "got a rank without text, expected the leader"
-        sampler = self.leader.sampler
+        sampler, judge = self.leader.sampler, self.leader.judge
+        if isinstance(sampler, PromptSampler):
+            return None
+        tally_2P = self.topology.sum_over_replicas(torch.from_numpy(sampler.tally(seen))).numpy()
         if isinstance(sampler, CurriculumSampler):
-            tally_2P = self.topology.sum_over_replicas(torch.from_numpy(sampler.tally(seen)))
-            sampler.update(tally_2P.numpy())
+            sampler.update(tally_2P)
+            return None
+        assert judge is not None, "got a sampler that waits for judgements, expected a judge"
+        paid = sampler.update(tally_2P)
+        tally.add_all(judge.metrics(paid), prefix="judge/")
+        return judge.rows(step, paid)
+
+    @property
+    def judge_coef(self) -> float:
+        """Weight of the judgements' loss beside the policy's; 0: there are none."""
+        sampler = self.options.sampler
+        return sampler.coef if isinstance(sampler, JudgedSampling) else 0.0
 
     def method_state(self) -> dict[str, Any]:
         """JSON-able: what the method's controllers and, on leaders, the sampler remember."""
         sampler = None if self.leader is None else self.leader.sampler
         return {
             "controllers": self.memory.states,
-            "sampler": sampler.state() if isinstance(sampler, CurriculumSampler) else {},
+            "sampler": {} if sampler is None or isinstance(sampler, PromptSampler) else sampler.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``method_state()`` of rank 0."""
         self.memory.states = dict(state.get("controllers", {}))
-        if self.leader is not None and isinstance(self.leader.sampler, CurriculumSampler):
+        if self.leader is not None and not isinstance(self.leader.sampler, PromptSampler):
             self.leader.sampler.load(state.get("sampler", {}))
 
     def token_loss(self, stats: TokenStats, batch: TokenBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -212,6 +234,7 @@ class Run:
             loss_T, metrics = nll(stats.logprobs_T)
             return loss_T, {**metrics, "entropy": stats.entropy_T.detach()}
         loss_T, metrics = self.method.token_loss(stats, batch, self.options)
+        loss_T = reinforced(loss_T, stats, batch)
         kind = self.config.correction_kind
         if batch.correction_T is not None:
             loss_T = batch.correction_T * loss_T
@@ -257,7 +280,7 @@ def assemble(config: Config, topology: Topology, watch: Watch, folder: Path) -> 
         topology=topology,
         watch=watch,
         actor=actor,
-        pusher=Pusher(actor, topology, config.rollout.push, folder / "push"),
+        pusher=Pusher(actor, topology, config.rollout.push, folder / "push", adapters_alone=config.rollout.vllm.lora),
         reference=Reference(actor) if "ref_logprobs" in needs else None,
         method=method,
         options=options,

@@ -8,6 +8,7 @@ import torch
 
 from megatron_gcpo.collect import collect
 from megatron_gcpo.credit.tokens import demonstration_batch, probe_batch, rollout_batch
+from megatron_gcpo.loss.streams import beside
 from megatron_gcpo.methods import without_unsampled
 from megatron_gcpo.observe.report import StepReport
 from megatron_gcpo.observe.timers import Stopwatch
@@ -19,23 +20,29 @@ from megatron_gcpo.types import TokenBatch, TokenStats, joined
 def train_step(run: Run, step: int) -> StepReport:
     """One step of reinforcement learning."""
     clock = Stopwatch(run.watch)
+    with clock("generate"):
+        run.choose_prompts(step)
     experience = collect(run, run.leader, step, clock) if run.leader else None
     run.rest_engine()
     sent = None
     if experience is not None:
-        run.learn_from(experience.seen)
-        sent = (rollout_batch(*experience.kept()), probe_batch(experience.groups), experience.outcome())
+        judged = run.learn_from(step, experience.seen, experience.tally)
+        sent = (rollout_batch(*experience.kept()), judged, probe_batch(experience.groups), experience.outcome())
 
     with run.watch.phase("receive the batch"):  # tensors only, and only inside the replica
-        batch, probe, outcome = run.topology.broadcast_object(sent)
+        batch, judged, probe, outcome = run.topology.broadcast_object(sent)
     with clock("logprobs"):
         batch, stats = _score(run, batch)
     with clock("prepare"):  # what couples a group or the batch becomes constants; a micro-batch sees only some rows
         batch, prepared = run.prepare(batch, stats, outcome, step)
         batch, corrected = run.correct(batch)
     parts = [_weigh(run, part) for part in _mini_batches(batch, run.config.train.mini_batches)]
+    if judged is not None:
+        with clock("logprobs"):
+            parts = _with_judgements(run, parts, judged)
     with clock("update"):
-        updates = [run.actor.update(part, run.token_loss) for part in parts]
+        wanted = stats is None and run.config.observe.rollouts
+        updates = [run.actor.update(part, run.token_loss, entropies=wanted) for part in parts]
     with clock("push"):
         pushed = run.push(probe, version=step + 1)
     return StepReport(
@@ -46,8 +53,9 @@ def train_step(run: Run, step: int) -> StepReport:
         corrected=corrected,
         updates=updates,
         pushed=pushed,
-        num_tokens=len(batch.tokens_T),
-        num_rows=batch.num_rows,
+        entropy_T=updates[0].entropy_T if stats is None else stats.entropy_T,
+        num_tokens=sum(len(part.tokens_T) for part in parts),
+        num_rows=sum(part.num_rows for part in parts),
     )
 
 
@@ -84,6 +92,13 @@ def _score(run: Run, batch: TokenBatch) -> tuple[TokenBatch, TokenStats | None]:
     if run.reference:
         batch = replace(batch, ref_logprobs_T=joined([run.reference.logprobs(part) for part in parts]).logprobs_T)
     return without_unsampled(batch), stats
+
+
+def _with_judgements(run: Run, parts: list[TokenBatch], judged: TokenBatch) -> list[TokenBatch]:
+    """The parts with a share of the policy's judgements of prompts each: a stream with its own loss and its own means."""
+    judged, _ = run.correct(_score(run, judged)[0])
+    shares = [_weigh(run, part) for part in _mini_batches(judged, len(parts))]
+    return [beside(part, share, run.judge_coef) for part, share in zip(parts, shares, strict=True)]
 
 
 def _weigh(run: Run, batch: TokenBatch) -> TokenBatch:

@@ -171,6 +171,8 @@ class TokenBatch:
     """[T] float32 from the reference policy, when a KL term wants it."""
     old_kl_coef_T: torch.Tensor | None = None
     """[T] float32 weight of |log pi - log old| in the token's loss, when a method holds single tokens back."""
+    reinforce_T: torch.Tensor | None = None
+    """[T] bool, True on rows of another stream than the policy's own, whose loss is -A log pi (loss.streams)."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Constants of the whole step, the same on every replica, e.g. {"kl_coef": 0.01} (methods.prepare)."""
     parts_NK: torch.Tensor | None = None
@@ -245,3 +247,5 @@ class UpdateStats:
     """Token-weighted means over the global batch, e.g. {"entropy": 0.8, "clip_fraction": 0.02}."""
     useful_token_share: float = 1.0
     """Real tokens over tokens computed (padding included), all micro-batches of all replicas."""
+    entropy_T: torch.Tensor | None = field(default=None, compare=False)
+    """[T] float32 on the CPU, TokenStats.entropy_T of this replica's batch before the update; None unless asked for."""

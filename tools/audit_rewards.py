@@ -25,9 +25,10 @@ from megatron_gcpo.config.records import SourceConfig, VerifyConfig
 from megatron_gcpo.data.records import Item
 from megatron_gcpo.data.sources import SOURCES
 from megatron_gcpo.observe import audit
-from megatron_gcpo.observe.history import History, read_history, read_rollouts
+from megatron_gcpo.observe.history import GROUPED, History, read_history, read_rollouts
 from megatron_gcpo.observe.replay import COLUMNS, saved_groups
 from megatron_gcpo.types import Group, Prompt, Rollout
+from megatron_gcpo.usage import exit_code
 from megatron_gcpo.verify.label import RewardLabel
 from megatron_gcpo.verify.pool import VerifierPool
 from megatron_gcpo.verify.table import VERIFIERS, find
@@ -38,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", help="the folder of a run that saved its rollouts (observe.rollouts)")
     parser.add_argument("--problems", type=int, default=64, help="training problems that are judged anew")
     arguments = parser.parse_args(argv)
-    try:
-        label, findings = audited(Path(arguments.run), arguments.problems)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    _print(Path(arguments.run), label, findings)
-    _write(Path(arguments.run) / "audit.json", label, findings)
+    return exit_code(lambda: _audit(Path(arguments.run), arguments.problems))
+
+
+def _audit(folder: Path, num_problems: int) -> int:
+    label, findings = audited(folder, num_problems)
+    _print(folder, label, findings)
+    _write(folder / "audit.json", label, findings)
     return int(any(finding.flagged for finding in findings))
 
 
@@ -53,7 +54,7 @@ def audited(folder: Path, num_problems: int) -> tuple[RewardLabel, list[audit.Fi
     history = read_history(folder)
     verify = VerifyConfig.model_validate(_section(history, "verify"))
     label = label_of(verify.name)
-    table, _ = read_rollouts(history.rollout_files, COLUMNS)
+    table, _ = read_rollouts(history.rollout_files, COLUMNS, needed=(*GROUPED, "text", "reward"))
     groups = saved_groups(table)
     if not groups:
         raise ValueError(f"{folder} has no saved rollouts: set observe.rollouts")

@@ -187,7 +187,8 @@ def bridge(source: Path, root: Path) -> dict[str, float]:
         for file in saved.iterdir():
             flush(file)
         stored = time.perf_counter()
-        put_weights(policy, dist_checkpointing.load(model_state(policy), str(saved)))
+        read: Any = dist_checkpointing.load(model_state(policy), str(saved))
+        put_weights(policy, read)
         loaded = time.perf_counter()
         with prints_to_log():
             export(policy, root / "bridge_back")

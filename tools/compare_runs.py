@@ -5,7 +5,7 @@
 Every run is the same recipe with another ``method/NAME`` piece and seed: same warm start, prompts, optimizer, loss
 aggregation and number of steps. A method that is another one under the recipe's shared settings keeps its own, which is
 said. Finished runs are not repeated, interrupted ones go on. Below each number stands its difference to the first method,
-paired by seed, with a 95% bootstrap interval over seeds.
+paired by seed, with its 95 % bootstrap interval over seeds (two or more).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_gcpo.config import load
-from megatron_gcpo.evaluate.paired import paired_difference
+from megatron_gcpo.evaluate.intervals import paired_interval
 from megatron_gcpo.methods import METHODS, check_run, resolve
 from megatron_gcpo.observe.summary import Summary, read_summary
+from megatron_gcpo.usage import exit_code, make_console
 
 SHOWN = {
     "pass@1": "pass@1",
@@ -39,12 +40,15 @@ SHOWN = {
 
 def main() -> int:
     arguments = _arguments()
-    console = Console()
+    return exit_code(lambda: _compare(arguments, make_console()))
+
+
+def _compare(arguments: argparse.Namespace, console: Console) -> None:
     own = {method: fitting(arguments.recipe, method) for method in arguments.methods}
     for method, settings in own.items():
         if settings:
             console.print(f"{method} cannot take what the recipe sets for all: {', '.join(settings)}", highlight=False)
-    subprocess.run([*COMMAND, arguments.warm_start], check=True)
+    _run([*COMMAND, arguments.warm_start])
     found: dict[str, list[Mapping[str, float]]] = {method: [] for method in arguments.methods}
     before: list[Mapping[str, float]] = []
     for seed in arguments.seeds:
@@ -57,7 +61,6 @@ def main() -> int:
             shown = "  ".join(f"{name} {after[name]:.3f}" for name in SHOWN if name in after)
             console.print(f"{method} seed {seed}: {shown}", highlight=False)
     console.print(table(before, found, len(arguments.seeds)))
-    return 0
 
 
 COMMAND = (sys.executable, "-m", "megatron_gcpo.cli", "train")
@@ -86,11 +89,15 @@ def fitting(recipe: str, method: str) -> list[str]:
 
 def _train(arguments: argparse.Namespace, method: str, own: Sequence[str], seed: int, folder: Path) -> Summary:
     settings = [f"method/{method}", f"run.seed={seed}", f"run.output_dir={folder}", f"run.name={folder.name}", *own]
-    command = [*COMMAND, arguments.recipe, *settings, *arguments.set]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    _run([*COMMAND, arguments.recipe, *settings, *arguments.set], stdout=subprocess.DEVNULL)
     summary = read_summary(folder)
     assert summary is not None, f"got no summary in {folder}, expected one of the run that just ended"
     return summary
+
+
+def _run(command: Sequence[str], stdout: int | None = None) -> None:
+    if code := subprocess.run(command, check=False, stdout=stdout).returncode:
+        raise ValueError(f"a run ended with exit code {code}, see above; the same command goes on: {' '.join(command)}")
 
 
 def _last_entropy(folder: Path) -> dict[str, float]:
@@ -116,8 +123,7 @@ def table(
             values = [run[name] for run in runs if name in run]
             cell = _spread(values)
             if runs is not baseline and len(values) == len([run for run in baseline if name in run]) > 0:
-                gap = paired_difference(values, [run[name] for run in baseline if name in run])
-                cell += f"\n{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
+                cell += f"\n{paired_interval(values, [run[name] for run in baseline if name in run]).signed()}"
             cells.append(cell)
         shown.add_row(meaning, *cells)
     return shown

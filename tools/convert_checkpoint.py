@@ -20,6 +20,7 @@ from typing import Any
 # torch reads it as it is imported. Tensors in large pages: filling memory that is new is a third of a conversion's work.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+from megatron_gcpo.cluster import platform as platforms
 from megatron_gcpo.config.records import ClusterConfig
 from megatron_gcpo.convert.work import Options
 
@@ -30,6 +31,7 @@ SHOWN = 10
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    platforms.install("cpu")  # before anything imports Megatron-Core, which says at length what a CPU lacks
     try:
         return arguments.run(arguments)
     except ValueError as error:

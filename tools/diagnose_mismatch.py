@@ -24,6 +24,7 @@ from rich.table import Table
 
 from megatron_gcpo.cluster import launch
 from megatron_gcpo.config import Config, load
+from megatron_gcpo.usage import exit_code
 
 if TYPE_CHECKING:
     from megatron_gcpo.contract.diagnosis import Cause, Evidence, Gaps
@@ -36,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if launch.is_worker():
         return launch.run_worker(lambda: _work(arguments))
-    try:
-        config = _config(arguments)
-        with tempfile.TemporaryDirectory(prefix="diagnose_") as logs:
-            return min(1, launch.run(config.cluster, argv, log_dir=Path(logs), module="tools.diagnose_mismatch"))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _start_ranks(arguments, argv))
+
+
+def _start_ranks(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    config = _config(arguments)
+    with tempfile.TemporaryDirectory(prefix="diagnose_") as logs:
+        return min(1, launch.run(config.cluster, argv, log_dir=Path(logs), module="tools.diagnose_mismatch"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,40 +20,36 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_gcpo.config.records import EmbedConfig
 from megatron_gcpo.embed.kept import KeptEncoder
 from megatron_gcpo.methods import resolve
 from megatron_gcpo.observe import replay
 from megatron_gcpo.observe.history import History, read_history, read_rollouts
+from megatron_gcpo.usage import exit_code, make_console
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        _replay(arguments, Console())
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _replay(arguments, make_console()))
 
 
 def _replay(arguments: argparse.Namespace, console: Console) -> None:
     folder = Path(arguments.run)
     history = read_history(folder)
+    config, unknown = replay.embed_config(history, encoder=arguments.encoder, span=arguments.span)
+    skipped = [*history.skipped, *unknown]
     variants = replay.make_variants(
         arguments.method.split(","),
         arguments.value.split(","),
         [float(c) for c in arguments.c.split(",")],
-        {name: _section(name, history) for name in arguments.method.split(",")},
+        {name: _section(name, history, skipped) for name in arguments.method.split(",")},
     )
     files = [f for f in history.rollout_files if arguments.first_step <= f.step <= arguments.last_step]
-    table, skipped = read_rollouts(files, replay.COLUMNS)
+    table, torn = read_rollouts(files, replay.COLUMNS, needed=replay.COLUMNS)
     groups = replay.saved_groups(table)
+    for line in (*skipped, *torn):
+        console.print(f"skipped: {line}", highlight=False, markup=False, soft_wrap=True)
     if not groups:
-        raise ValueError(f"{folder} has no saved rollouts of steps {arguments.first_step} to {arguments.last_step}")
-    for line in (*history.skipped, *skipped):
-        console.print(f"skipped: {line}", highlight=False, markup=False)
-    config = _embed_config(history, arguments)
+        raise ValueError(f"{folder} has no saved rollouts that can be replayed, in {len(files)} files")
     encoded = 0
     if any(variant.compares for variant in variants):
         encoder = KeptEncoder(config, folder / "replay")
@@ -75,24 +71,19 @@ def _replay(arguments: argparse.Namespace, console: Console) -> None:
     _write(folder / "replay" / "credit.json", trained, results)
 
 
-def _section(name: str, history: History) -> dict[str, Any]:
+def _section(name: str, history: History, skipped: list[str]) -> dict[str, Any]:
     """The run's own section for its own method, else configs/method/NAME.yaml, else the defaults."""
     section = history.config.get("method")
-    if not (isinstance(section, dict) and section.get("name") == name):
-        path = Path("configs/method") / f"{name}.yaml"
-        section = yaml.safe_load(path.read_text(encoding="utf-8"))["method"] if path.is_file() else {}
-    section = {key: value for key, value in section.items() if key != "name"}
-    resolve({"name": name, **section})  # an older run's options may be unknown today
-    return section
-
-
-def _embed_config(history: History, arguments: argparse.Namespace) -> EmbedConfig:
-    own = history.config.get("embed")
-    known = (
-        {key: value for key, value in own.items() if key in EmbedConfig.model_fields} if isinstance(own, dict) else {}
-    )
-    given = {key: value for key in ("encoder", "span") if (value := getattr(arguments, key)) is not None}
-    return EmbedConfig.model_validate({**known, **given, "cache_entries": 0})
+    if isinstance(section, dict) and section.get("name") == name:
+        try:
+            resolve(section)
+        except ValueError as error:  # of another version
+            skipped.append(f"config.yaml: its method section ({str(error).splitlines()[0]})")
+        else:
+            return {key: value for key, value in section.items() if key != "name"}
+    path = Path("configs/method") / f"{name}.yaml"
+    piece = yaml.safe_load(path.read_text(encoding="utf-8"))["method"] if path.is_file() else {}
+    return {key: value for key, value in piece.items() if key != "name"}
 
 
 def _table(comparisons: Sequence[replay.Comparison], folder: Path) -> Table:

@@ -3,6 +3,9 @@
 python tools/report.py runs/quickstart
 python tools/report.py runs/compare/* --output runs/compare.html      # side by side, seeds as bands
 python tools/report.py runs/quickstart --follow                       # of a run that still goes on, on 127.0.0.1
+
+The page holds all curves and a sample of the groups, and says how large a one. Measured on a run of 1,000,448 rollouts of 100
+tokens in 1,954 steps: 20 CPU-seconds with embeddings, 1.2 GB of memory, a page of 9.5 MB (tools/bench_report.py).
 """
 
 from __future__ import annotations
@@ -12,30 +15,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_gcpo.config.records import EmbedConfig
 from megatron_gcpo.embed.kept import KeptEncoder
 from megatron_gcpo.observe.history import read_history
+from megatron_gcpo.observe.replay import embed_config
 from megatron_gcpo.report.follow import HOST, Page, make_server
 from megatron_gcpo.report.page import render, write
 from megatron_gcpo.report.payload import Sampled, payload
+from megatron_gcpo.usage import exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     folders = [Path(run) for run in arguments.runs]
-    try:
-        _report(folders, arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _report(folders, arguments))
 
 
 def _report(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
-    first = read_history(folders[0])
-    own = first.config.get("embed")
-    known = {k: v for k, v in own.items() if k in EmbedConfig.model_fields} if isinstance(own, dict) else {}
-    config = EmbedConfig.model_validate(known)
+    folders = _readable(folders)
+    config, unknown = embed_config(read_history(folders[0]))
+    for line in unknown:
+        print(f"{folders[0]}: skipped {line}")
     encoder = None if arguments.no_embed else KeptEncoder(config, folders[0] / "replay")
     sampled = Sampled(steps=arguments.steps, prompts=arguments.prompts)
     if arguments.follow:
@@ -50,8 +49,29 @@ def _report(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
             except KeyboardInterrupt:
                 return
     path = Path(arguments.output) if arguments.output else folders[0] / "report.html"
-    write(path, payload(folders, sampled, encoder, config.span))
+    content = payload(folders, sampled, encoder, config.span)
+    for run in content["runs"]:
+        for line in run["skipped"]:
+            print(f"{run['folder']}: skipped {line}")
+    write(path, content)
     print(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def _readable(folders: Sequence[Path]) -> list[Path]:
+    """Those that hold a run; the others are named. Raises ValueError when there is none."""
+    found, problems = [], []
+    for folder in folders:
+        try:
+            read_history(folder)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            found.append(folder)
+    if not found:
+        raise ValueError("\n".join(problems))
+    for problem in problems:
+        print(f"left out: {problem}")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -59,7 +59,7 @@ def side_by_side(runs: list[Path]) -> Table:
         cells = [f"{s.after[name]:.3f}" if s and s.after else "-" for s in summaries]
         first = summaries[0]
         table.add_row(name, f"{first.before[name]:.3f}" if first and first.before else "-", *cells)
-    minutes = [f"{sum(s.phase_seconds.values()) / 60:.1f}" if s else "-" for s in summaries]
+    minutes = [f"{s.phase_seconds['total'] / 60:.1f}" if s else "-" for s in summaries]
     table.add_row("minutes of training", "", *minutes)
     return table
 

@@ -2,7 +2,8 @@
 
     python -m examples.smollm2.make_problems runs/smollm2/problems
 
-A third each: products of one-digit numbers, sums of one-digit numbers, sums of a two-digit and a one-digit number.
+Products of one-digit numbers, sums of one-digit numbers, sums of a two-digit and a one-digit number: a third of the held-out
+problems each. Of the last kind, which the model finds hardest, there are more to train on.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from pathlib import Path
 SHOTS = "6 * 3 = 18\n23 + 5 = 28\n"
 SHOWN = {(6, "*", 3), (23, "+", 5)}
 SMALL = range(2, 10)
-KINDS = {"product": ("*", SMALL), "sum": ("+", SMALL), "longer sum": ("+", range(11, 50))}
-"""Each kind of problem: its sign and its first numbers; the second number is small."""
+KINDS = {"product": ("*", SMALL, 46), "sum": ("+", SMALL, 46), "longer sum": ("+", range(11, 50), 184)}
+"""Each kind of problem: its sign, its first numbers, the second number being small, and how many are trained on."""
 HELDOUT_EACH = 16
 """Held-out problems of each kind."""
-TRAIN_EACH = 46
 
 type Problem = tuple[int, str, int]
 
@@ -41,11 +41,11 @@ def split() -> dict[str, list[Problem]]:
     """The problems of train and heldout: as many of every kind, none in both."""
     draw = random.Random(0)
     found: dict[str, list[Problem]] = {"train": [], "heldout": []}
-    for sign, firsts in KINDS.values():
+    for sign, firsts, trained in KINDS.values():
         problems = [(a, sign, b) for a in firsts for b in SMALL if (a, sign, b) not in SHOWN]
         draw.shuffle(problems)
         found["heldout"] += problems[:HELDOUT_EACH]
-        found["train"] += problems[HELDOUT_EACH : HELDOUT_EACH + TRAIN_EACH]
+        found["train"] += problems[HELDOUT_EACH : HELDOUT_EACH + trained]
     return found
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
-from megatron_gcpo.config.problems import load_record
+from megatron_gcpo.config.problems import explain, load_record
 from megatron_gcpo.config.records import Record
 
 
@@ -39,7 +40,9 @@ class AblationConfig(Record):
     """For a trend over pieces: the number that stands for each value of the trend's field, e.g. parameters of a model."""
     seeds: tuple[int, ...] = (0, 1, 2)
     set: tuple[str, ...] = ()
-    """Overrides of every run."""
+    """Overrides of every run of the grid."""
+    warm_start_set: tuple[str, ...] = ()
+    """Overrides of the warm starts."""
     metrics: tuple[str, ...] = ("pass@1", "pass@8", "distinct@8", "effective_strategies", "vendi", "mean_tokens")
     """Of the last evaluation."""
     baseline: dict[str, Any] = Field(default_factory=dict)
@@ -52,8 +55,14 @@ class AblationConfig(Record):
     @model_validator(mode="after")
     def _names_are_known(self) -> AblationConfig:
         for field, values in self.grid.items():
-            if len(set(map(str, values))) < len(values) or not values:
+            if len({*map(str, values)}) < len(values) or not values:
                 raise ValueError(f"grid.{field} must list different values")
+        if twice := [item for item in self.set if _overridden(item) in self.grid]:
+            raise ValueError(
+                f"set {twice[0]} would undo what grid.{_overridden(twice[0])} varies: leave one of them out"
+            )
+        if not self.seeds or len({*self.seeds}) < len(self.seeds):
+            raise ValueError("seeds must list different seeds")
         if self.warm_start_for is not None and (self.warm_start is None or self.warm_start_for not in self.grid):
             raise ValueError("warm_start_for must be a key of grid, beside a warm_start")
         for field, value in self.baseline.items():
@@ -107,6 +116,11 @@ def override(field: str, value: Any) -> str:
     return f"{field}={value}" if "." in field else f"{field}/{value}"
 
 
+def _overridden(item: str) -> str:
+    """The grid's key that an override would set."""
+    return item.split("=")[0] if "=" in item else item.split("/")[0]
+
+
 def warm_start_folder(root: Path, value: Any) -> Path:
     """Where the warm start for one value lives."""
     return root / "warm_start" / re.sub(r"[^\w=.,+-]+", "_", str(value))
@@ -118,6 +132,25 @@ def cells(ablation: AblationConfig) -> list[Cell]:
     return [Cell(values=values, seed=seed) for seed in ablation.seeds for values in combinations]
 
 
-def load_ablation(path: str | Path) -> AblationConfig:
-    """The ablation in a file. Raises ValueError, one line for each field that is wrong."""
-    return load_record(path, AblationConfig, "ablation", "a recipe and a grid")
+def load_ablation(
+    path: str | Path,
+    *,
+    seeds: Sequence[int] = (),
+    set: Sequence[str] = (),
+    warm_start_set: Sequence[str] = (),
+) -> AblationConfig:
+    """The ablation in a file, with other ``seeds`` if any are given and further overrides.
+
+    Raises:
+        ValueError: one line for each field that is wrong.
+    """
+    ablation = load_record(path, AblationConfig, "ablation", "a recipe and a grid")
+    changes = {
+        "seeds": seeds or ablation.seeds,
+        "set": (*ablation.set, *set),
+        "warm_start_set": (*ablation.warm_start_set, *warm_start_set),
+    }
+    try:
+        return AblationConfig.model_validate({**ablation.model_dump(), **changes})
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{path}: {explain(AblationConfig, e)}" for e in error.errors())) from None

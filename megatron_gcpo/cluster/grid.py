@@ -103,14 +103,8 @@ def validate(
     """
     _validate_processes(cluster)
     tp, etp = cluster.tensor_model_parallel_size, expert_tensor_parallel_size(cluster)
-    _must_divide("tensor_model_parallel_size", tp, num_attention_heads, "attention heads")
+    _validate_heads(tp, num_attention_heads, num_kv_heads)
     _must_divide("tensor_model_parallel_size", tp, ffn_hidden_size, "hidden units of a feed-forward layer")
-    if num_kv_heads is not None and num_kv_heads % tp and tp % num_kv_heads:
-        works = [n for n in range(1, 2 * max(tp, num_kv_heads) + 1) if num_kv_heads % n == 0 or n % num_kv_heads == 0]
-        raise ValueError(
-            f"cluster.tensor_model_parallel_size {tp} is neither a divisor nor a multiple of the {num_kv_heads} "
-            f"key-value heads: use {_one_of(works)}"
-        )
     if vocab_size is not None and vocab_size < tp:
         raise ValueError(f"cluster.tensor_model_parallel_size {tp} exceeds the vocabulary of {vocab_size}: use less")
     _validate_layers(cluster, num_layers)
@@ -118,13 +112,36 @@ def validate(
     if num_experts:
         _must_divide("expert_tensor_parallel_size", etp, moe_ffn_hidden_size, "hidden units of an expert")
     for field, rows in (("rollout.prompts_per_step", prompts_per_step), ("train.sft_rows_per_step", sft_rows_per_step)):
-        if rows is not None and rows % num_replicas(cluster):
-            replicas = num_replicas(cluster)
-            near = sorted({max(rows // replicas, 1) * replicas, (rows // replicas + 1) * replicas})
-            raise ValueError(
-                f"{field} {rows} cannot be shared equally by {replicas} data-parallel replicas "
-                f"({world_size(cluster)} processes / {replica_size(cluster)} per replica): use {_one_of(near)}"
-            )
+        if rows is not None:
+            made_of = f" ({world_size(cluster)} processes / {replica_size(cluster)} per replica)"
+            check_shares(field, rows, num_replicas(cluster), made_of=made_of)
+
+
+def check_shares(field: str, rows: int, num_replicas: int, *, made_of: str = "") -> None:
+    """Refuse a step that the replicas cannot share evenly, naming the nearest numbers that work."""
+    if rows < 1 or rows % num_replicas:
+        below = rows // num_replicas * num_replicas
+        near = [n for n in (below, below + num_replicas) if n > 0]
+        raise ValueError(
+            f"{field} {rows} cannot be shared evenly by {num_replicas} data-parallel replicas{made_of}: use {_one_of(near)}"
+        )
+
+
+def _validate_heads(tp: int, heads: int | None, kv_heads: int | None) -> None:
+    def suits_kv(size: int) -> bool:
+        return kv_heads is None or kv_heads % size == 0 or size % kv_heads == 0
+
+    works = _divisors(heads) if heads is not None else range(1, 2 * max(tp, kv_heads or 1) + 1)
+    advice = f"use {_one_of([size for size in works if suits_kv(size)])}"
+    if heads is not None and heads % tp:
+        raise ValueError(
+            f"cluster.tensor_model_parallel_size {tp} does not divide the {heads} attention heads: {advice}"
+        )
+    if not suits_kv(tp):
+        raise ValueError(
+            f"cluster.tensor_model_parallel_size {tp} is neither a divisor nor a multiple of the {kv_heads} key-value "
+            f"heads: {advice}"
+        )
 
 
 def _validate_processes(cluster: ClusterConfig) -> None:
@@ -172,7 +189,7 @@ def _validate_layers(cluster: ClusterConfig, num_layers: int | None) -> None:
 def _validate_experts(cluster: ClusterConfig, num_experts: int | None) -> None:
     ep, etp, world = cluster.expert_model_parallel_size, expert_tensor_parallel_size(cluster), world_size(cluster)
     pp = cluster.pipeline_model_parallel_size
-    if num_experts == 0 and (ep > 1 or cluster.expert_tensor_parallel_size is not None):
+    if num_experts == 0 and max(ep, cluster.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(
             "cluster.expert_model_parallel_size and expert_tensor_parallel_size are for models with experts, and this "
             "one has none: leave them out"

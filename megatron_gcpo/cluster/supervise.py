@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +19,9 @@ from megatron_gcpo.cluster import failure
 POLL_S = 0.05
 GRACE_S = 10.0
 """Time from the polite signal to SIGKILL."""
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded here: as little as possible is done between fork and exec."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +111,9 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
+
+
+def end_with_parent() -> None:
+    """In a child, before exec: SIGTERM when we die in whatever way, so that it does not outlive us (Linux)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

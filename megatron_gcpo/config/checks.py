@@ -26,6 +26,18 @@ RESERVED_VLLM_OPTIONS = {
     "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "weight_transfer_config": "rollout.push.transport",
     "worker_extension_cls": "the pushes, which need their own",
+    **dict.fromkeys(
+        (
+            "enable_lora",
+            "fully_sharded_loras",
+            "lora_dtype",
+            "lora_target_modules",
+            "max_cpu_loras",
+            "max_lora_rank",
+            "max_loras",
+        ),
+        "rollout.vllm.lora and model.lora",
+    ),
 }
 """Engine arguments that rollout.vllm.options may not give -> what decides them."""
 
@@ -41,7 +53,20 @@ LORA_TARGETS = {
 
 def check(config: Config) -> list[str]:
     """Every problem of a configuration, one readable line each; empty when it is sound."""
-    parts = (_run, _model, _lora, _cluster, _sources, _batches, _rollout, _lag, _train, _evaluation, _observe)
+    parts = (
+        _run,
+        _model,
+        _lora,
+        _adapters_alone,
+        _cluster,
+        _sources,
+        _batches,
+        _rollout,
+        _lag,
+        _train,
+        _evaluation,
+        _observe,
+    )
     return [problem for part in parts for problem in part(config)]
 
 
@@ -69,16 +94,13 @@ def _lora(config: Config) -> Iterator[str]:
     if lora is None:
         if config.checkpoint.export_merged:
             yield "checkpoint.export_merged is for adapters: leave it out, or set model.lora"
+        if config.rollout.vllm.lora:
+            yield "rollout.vllm.lora is for adapters: leave it out, or set model.lora"
         return
     if lora.rank % tp:
         yield (
             f"model.lora.rank {lora.rank} cannot be cut over cluster.tensor_model_parallel_size {tp}: set it to "
             f"{-(-lora.rank // tp) * tp}"
-        )
-    if "enable_lora" in config.rollout.vllm.options:
-        yield (
-            "rollout.vllm.options.enable_lora does not go with model.lora: every push merges the adapters into the weights, so "
-            "that the engine serves plain matrices; leave it out"
         )
     if not lora.target_modules:
         yield f"model.lora.target_modules is empty: name some of {', '.join(LORA_TARGETS)}"
@@ -92,6 +114,27 @@ def _lora(config: Config) -> Iterator[str]:
                 f"model.lora.target_modules: {name!r} is none of {', '.join(LORA_TARGETS)}; did you mean "
                 f"{inside.get(str(near), near)}?"
             )
+
+
+def _adapters_alone(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if not rollout.vllm.lora:
+        return
+    if rollout.engine != "vllm":
+        yield (
+            f"rollout.vllm.lora goes with rollout.engine vllm: an engine of kind {rollout.engine} takes adapters merged into "
+            "the weights; leave it out"
+        )
+    if rollout.quantization != "none":
+        yield (
+            f"rollout.vllm.lora does not go with rollout.quantization {rollout.quantization}: adapters are merged before "
+            "weights are quantised; leave one of them out"
+        )
+    if rollout.push.mode == "sharded":
+        yield (
+            "rollout.push.mode sharded does not go with rollout.vllm.lora, whose first push brings whole tensors: set it to "
+            "auto"
+        )
 
 
 def _cluster(config: Config) -> Iterator[str]:

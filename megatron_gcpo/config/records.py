@@ -118,7 +118,8 @@ class VllmConfig(Record):
     tensor_parallel_size: PositiveInt = 1
     """Of each replica of the engine; above 1 vLLM starts worker processes beside the trainer's."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence in tokens; default: data.max_prompt_tokens + rollout.max_new_tokens."""
+    """Longest sequence in tokens; default: data.max_prompt_tokens + rollout.max_new_tokens, or all turns of the method's
+    conversations."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """KV cache of each worker; default: 0.0625 on a CPU, what gpu_memory_utilization leaves on CUDA."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
@@ -126,6 +127,10 @@ class VllmConfig(Record):
     sleep_level: Literal[0, 1, 2] = 2
     """Colocated on CUDA, while training. 0: stays awake; 1: weights move to the CPU; 2: weights are dropped, the next push
     brings them back."""
+    lora: bool = False
+    """model.lora, engine vllm: the engine computes the adapters beside its weights (vLLM's LoRA) and pushes bring adapters
+    alone, after a first one with the weights below; sleep_level 2 drops these, so that each push brings them again. On a
+    CPU dense models only.  Off: pushes bring the weights with the adapters merged in."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, verbatim."""
     urls: tuple[str, ...] = ()

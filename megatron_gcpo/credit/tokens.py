@@ -39,6 +39,19 @@ def probe_batch(groups: Sequence[Group], num_rows: int = 4) -> TokenBatch:
     return demonstration_batch([(g.prompt.token_ids, g.rollouts[0].token_ids) for g in groups[:num_rows]])
 
 
+def completions(groups: Sequence[Group], values_T: torch.Tensor) -> list[list[np.ndarray]]:
+    """Per group and rollout the [T] values of its completion, from those of all tokens of ``rollout_batch``."""
+    values, start = values_T.numpy(), 0
+    cut: list[list[np.ndarray]] = []
+    for group in groups:
+        cut.append([])
+        for rollout in group.rollouts:
+            first = start + len(group.prompt.token_ids)
+            start = first + len(rollout.token_ids)
+            cut[-1].append(values[first:start])
+    return cut
+
+
 def _trained(rollout: Rollout) -> np.ndarray:
     """[T], 1 where the policy drew the token."""
     return np.ones(len(rollout.token_ids)) if rollout.trained_T is None else rollout.trained_T.astype(np.float64)

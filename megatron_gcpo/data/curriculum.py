@@ -7,6 +7,8 @@ group. A step draws distinct prompts with weights w(p), without replacement (the
 gaussian  w = exp(-(p - center)^2 / (2 sigma^2)), the Gaussian curriculum of FG-ExPO (arXiv 2605.11403, verified).
 variance  w = floor + 4 p (1 - p): proportional to the variance of a 0/1 reward, which is what a group's advantages live on
           (derived); ``floor`` keeps prompts that look solved or hopeless coming back.
+
+The fourth way, ``judged``, asks the policy (data.judged).
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
+from megatron_gcpo.cluster.grid import check_shares
 from megatron_gcpo.config.named import by_name
 from megatron_gcpo.config.records import Record
-from megatron_gcpo.data.sampler import PromptSampler, check_shares, share_of
+from megatron_gcpo.data.judged import JudgedSampler, JudgedSampling
+from megatron_gcpo.data.sampler import PromptSampler, share_of
 from megatron_gcpo.seeds import derive_seed, uniforms
 
 START = 0.5
@@ -56,7 +60,7 @@ class VarianceSampling(Record):
 
 
 SamplerOptions = Annotated[
-    Annotated[UniformSampling | GaussianSampling | VarianceSampling, Field(discriminator="name")],
+    Annotated[UniformSampling | GaussianSampling | VarianceSampling | JudgedSampling, Field(discriminator="name")],
     BeforeValidator(by_name),
 ]
 
@@ -99,11 +103,14 @@ class CurriculumSampler:
         chunk = order[round * self.prompts_per_step : (round + 1) * self.prompts_per_step]
         return tuple(chunk[: len(chunk) - len(chunk) % self.num_replicas].tolist())
 
-    def tally(self, seen: Mapping[int, float]) -> np.ndarray:
-        """[2, P] float64 (sum of mean rewards, number of groups) by prompt; tallies of replicas add up."""
+    def tally(self, seen: Mapping[int, np.ndarray]) -> np.ndarray:
+        """[2, P] float64 (sum of mean rewards, number of groups) by prompt; tallies of replicas add up.
+
+        seen: prompt -> [G] rewards of its group.
+        """
         tally_2P = np.zeros((2, self.num_prompts))
-        for prompt, mean in seen.items():
-            tally_2P[:, prompt] += mean, 1
+        for prompt, rewards_G in seen.items():
+            tally_2P[:, prompt] += float(np.mean(rewards_G)), 1
         return tally_2P
 
     def update(self, tally_2P: np.ndarray) -> None:
@@ -123,15 +130,19 @@ class CurriculumSampler:
         assert all(math.isfinite(rate) for rate in self._rates.values()), "got estimates that are not finite"
 
 
+type Sampler = PromptSampler | CurriculumSampler | JudgedSampler
+"""Prompt indices by (step, round, replica). All but the first learn from what a step saw: ``update(tally(seen))``."""
+
+
 def make_sampler(
-    options: UniformSampling | GaussianSampling | VarianceSampling,
+    options: UniformSampling | GaussianSampling | VarianceSampling | JudgedSampling,
     *,
     num_prompts: int,
     prompts_per_step: int,
     seed: int,
     num_replicas: int,
-) -> PromptSampler | CurriculumSampler:
-    """The sampler that the options name. Errors: ValueError as of PromptSampler."""
+) -> Sampler:
+    """The sampler that the options name. Errors: ValueError as of PromptSampler and JudgedSampler."""
     sizes = {
         "num_prompts": num_prompts,
         "prompts_per_step": prompts_per_step,
@@ -140,4 +151,6 @@ def make_sampler(
     }
     if isinstance(options, UniformSampling):
         return PromptSampler(**sizes)
+    if isinstance(options, JudgedSampling):
+        return JudgedSampler(options, **sizes)
     return CurriculumSampler(options, **sizes)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatron_gcpo.config.problems import or_nearest
 from megatron_gcpo.data.records import Item
 from megatron_gcpo.data.tasks import make_task
 from megatron_gcpo.seeds import derive_seed
@@ -49,9 +49,8 @@ def read_reasoning_gym(source: SourceConfig) -> Iterator[Item]:
             f"reasoning-gym. {error}"
         ) from error
     if source.name not in factory.DATASETS:
-        near = difflib.get_close_matches(str(source.name), factory.DATASETS, n=3)
-        hint = f"nearest: {', '.join(near)}" if near else f"it has {', '.join(sorted(factory.DATASETS))}"
-        raise ValueError(f"reasoning_gym has no data set {source.name!r}: set name ({hint})")
+        near = or_nearest(str(source.name), factory.DATASETS)
+        raise ValueError(f"reasoning_gym has no data set {source.name!r}: set name{near}")
     options: dict[str, Any] = {"seed": _split_seed(source.split), **source.options}
     if source.limit is not None:
         options.setdefault("size", source.limit)

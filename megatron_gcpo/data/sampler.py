@@ -23,6 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from megatron_gcpo.cluster.grid import check_shares
 from megatron_gcpo.seeds import derive_seed, permutation, unit
 
 
@@ -124,16 +125,6 @@ class RowSampler:
         draw = unit(derive_seed(self.seed, "data.demonstration", position)) * cumulative[-1]
         # side="right" skips weights of 0, whose interval is empty
         return prompt, int(np.searchsorted(cumulative, draw, side="right"))
-
-
-def check_shares(field: str, count: int, num_replicas: int) -> None:
-    """Refuse a step that the replicas cannot share evenly, naming the nearest numbers that work."""
-    if count < 1 or count % num_replicas:
-        below = count // num_replicas * num_replicas
-        working = [str(n) for n in (below, below + num_replicas) if n > 0]
-        raise ValueError(
-            f"{field} {count} cannot be shared evenly by {num_replicas} replicas: use {' or '.join(working)}"
-        )
 
 
 def share_of[Row](rows: tuple[Row, ...], replica: int, num_replicas: int) -> tuple[Row, ...]:

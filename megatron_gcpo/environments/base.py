@@ -25,3 +25,10 @@ class Environment:
     def longest(self, max_prompt_tokens: int, max_new_tokens: int) -> int:
         """Most tokens that a conversation can have."""
         return max_prompt_tokens + self.num_turns * max_new_tokens + (self.num_turns - 1) * self.max_reply_tokens
+
+
+def longest_sequence(environment: Environment | None, max_prompt_tokens: int, max_new_tokens: int) -> int:
+    """Most tokens of a prompt with all turns of its conversation; None: with its one answer."""
+    if environment is None:
+        return max_prompt_tokens + max_new_tokens
+    return environment.longest(max_prompt_tokens, max_new_tokens)

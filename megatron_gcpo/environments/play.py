@@ -1,4 +1,4 @@
-"""From first answers to whole conversations: one engine call for each further turn of all groups.
+"""From prompts to whole conversations: one engine call for each turn of all groups.
 
 The result is ordinary groups. A conversation is one rollout whose completion holds the policy's turns with the user's
 between them; ``trained_T`` tells them apart, and everything downstream (masks, log-probabilities, packing) follows it.
@@ -8,16 +8,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megatron_gcpo.environments.base import Environment
 from megatron_gcpo.rollout.engine import RolloutEngine, Sample, SampleRequest, Sampling, check_fits
+from megatron_gcpo.rollout.groups import generate_groups
 from megatron_gcpo.seeds import derive_seed
-from megatron_gcpo.types import Group, Rollout
+from megatron_gcpo.types import Group, Prompt, Rollout
 
 type Frame = Callable[[str], list[int]]
 """A user's text -> the token ids between the end of an answer and the beginning of the next one."""
+
+
+def converse(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    environment: Environment | None,
+    *,
+    frame: Frame,
+    group_size: int,
+    max_new_tokens: int,
+    sampling: Sampling,
+    decode: Callable[[list[int]], str],
+    run_seed: int,
+    step: int,
+    stream: str = "rollout",
+) -> list[Group]:
+    """Groups of ``group_size`` conversations for each prompt, in their order; of single answers without an environment.
+
+    Raises:
+        ValueError: as of ``generate_groups`` and ``play``.
+    """
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "decode": decode,
+        "run_seed": run_seed,
+        "step": step,
+        "stream": stream,
+    }
+    groups = generate_groups(engine, prompts, group_size=group_size, **settings)
+    return groups if environment is None else play(engine, groups, environment, frame=frame, **settings)
 
 
 def play(
@@ -31,18 +64,21 @@ def play(
     decode: Callable[[list[int]], str],
     run_seed: int,
     step: int,
+    stream: str = "rollout",
 ) -> list[Group]:
     """The same groups after all turns. Seeds depend on the run, the step, the prompt, the sample and the turn alone.
+
+    stream: what the first answers were drawn for (``generate_groups``).
 
     Raises:
         ValueError: a conversation exceeds the model's positions, or a user's turn its bound.
     """
     groups = [replace(group, rollouts=tuple(replace(r, turns=(r.text,)) for r in group.rollouts)) for group in groups]
     for turn in range(1, environment.num_turns):
-        stream = f"rollout.turn{turn}"
+        own = f"{stream}.turn{turn}"
         requests, between = [], []
         for group in groups:
-            seed = derive_seed(run_seed, f"{stream}.user", step, group.prompt.id)
+            seed = derive_seed(run_seed, f"{own}.user", step, group.prompt.id)
             for i, rollout in enumerate(group.rollouts):
                 assert rollout.turns is not None, "got a rollout without turns, expected those so far"
                 ids = joint(rollout, frame(environment.reply(group.prompt, rollout.turns, seed)))
@@ -59,7 +95,7 @@ def play(
                 requests.append(
                     SampleRequest(
                         prompt_token_ids=context,
-                        seed=derive_seed(run_seed, stream, step, group.prompt.id, i),
+                        seed=derive_seed(run_seed, own, step, group.prompt.id, i),
                         max_new_tokens=max_new_tokens,
                     )
                 )

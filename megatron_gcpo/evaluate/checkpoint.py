@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,21 +14,20 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_gcpo.cluster.platform import Platform
-from megatron_gcpo.config.records import Config, RolloutConfig
-from megatron_gcpo.data import load_prompts, load_tokenizer, make_task
+from megatron_gcpo.config.records import Config, RolloutConfig, SourceConfig
+from megatron_gcpo.data import load_prompts, load_tokenizer
+from megatron_gcpo.data.template import turn_frame
 from megatron_gcpo.embed import Encoder
+from megatron_gcpo.environments import Frame, converse, longest_sequence, score
 from megatron_gcpo.evaluate.contamination import Overlap, find_overlaps
-from megatron_gcpo.evaluate.diversity import distinct_at_k
-from megatron_gcpo.evaluate.intervals import Interval, mean_interval
+from megatron_gcpo.evaluate.intervals import Interval, finite, mean_interval
 from megatron_gcpo.evaluate.majority import majority_at_k
-from megatron_gcpo.evaluate.passk import pass_at_k
-from megatron_gcpo.evaluate.report import PromptEval
-from megatron_gcpo.evaluate.run import measure
+from megatron_gcpo.evaluate.report import PromptEval, per_prompt
+from megatron_gcpo.evaluate.run import measure, task_labeller
 from megatron_gcpo.evaluate.suite import BenchmarkConfig, SuiteConfig
-from megatron_gcpo.rollout import RolloutEngine, Sampling, generate_groups
-from megatron_gcpo.types import Group, Prompt
+from megatron_gcpo.rollout import RolloutEngine, Sampling
+from megatron_gcpo.types import Prompt
 from megatron_gcpo.verify.pool import VerifierPool
-from megatron_gcpo.verify.verifiers.extract import final_answer, normalise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +40,8 @@ class BenchmarkResult:
     metrics: Mapping[str, Interval]
     problems: tuple[Mapping[str, Any], ...]
     """Per problem: id, correct (share), majority (whether the plurality of all samples is right), mean_tokens."""
-    overlaps: tuple[Overlap, ...]
-    """Problems that share n-grams with the training prompts."""
+    overlaps: tuple[Overlap, ...] | None
+    """Problems that share n-grams with the training prompts; None: nobody said what these are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,47 +65,85 @@ def evaluate_checkpoint(
         ValueError: the checkpoint cannot be read, a benchmark's file or rows are bad, a prompt does not fit: found for
             all benchmarks before the first token is drawn.
     """
-    with open_subject(path, suite, platform, console) as subject:
-        sets = [
-            load_prompts(benchmark.source, suite.data(benchmark.source), subject.tokenizer)
-            for benchmark in suite.benchmarks
-        ]
+    from megatron_gcpo.convert import hf_folder
+    from megatron_gcpo.rollout.build import make_engine
+
+    with _as_hf_folder(path, console) as folder:
+        opened = hf_folder.open_folder(folder)
+        config = _config(folder, suite)
+        tokenizer = _tokenizer(path, config)
+        sets = [_prompts(b.source, suite, tokenizer, f"benchmark {b.name!r}") for b in suite.benchmarks]
+        frames = [_frame(b, suite, tokenizer, own) for b, own in zip(suite.benchmarks, sets, strict=True)]
         if training is None and suite.trained_on is not None:
-            source = suite.trained_on
-            training = [p.text for p in load_prompts(source, suite.data(source), subject.tokenizer).prompts]
-        encoder = Encoder(suite.embed, platform.device) if suite.embed is not None else None
-        results = []
-        for benchmark, prompts in zip(suite.benchmarks, sets, strict=True):
-            console.print(f"{benchmark.name}: {len(prompts)} problems", highlight=False)
-            results.append(_run(benchmark, suite, subject, prompts.prompts, encoder, training))
+            training = [p.text for p in _prompts(suite.trained_on, suite, tokenizer, "trained_on")]
+        engine = make_engine(config, opened.config, platform)
+        try:
+            for benchmark, prompts in zip(suite.benchmarks, sets, strict=True):
+                _check_fits(benchmark, suite, prompts, engine.max_positions)
+            engine.load_weights(opened.tensors.items())
+            subject = Subject(engine=engine, tokenizer=tokenizer)
+            encoder = Encoder(suite.embed, platform.device) if suite.embed is not None else None
+            results = []
+            for benchmark, prompts, frame in zip(suite.benchmarks, sets, frames, strict=True):
+                console.print(f"{benchmark.name}: {len(prompts)} problems", highlight=False)
+                results.append(_run(benchmark, suite, subject, prompts, frame, encoder, training))
+        finally:
+            engine.close()
     return tuple(results)
 
 
 @contextmanager
-def open_subject(path: Path, suite: SuiteConfig, platform: Platform, console: Console) -> Iterator[Subject]:
-    """Engine and tokenizer of a checkpoint; one of ours is converted into a temporary folder first."""
+def _as_hf_folder(path: Path, console: Console) -> Iterator[Path]:
+    """The checkpoint as a Hugging Face folder; one of ours is converted into a temporary one."""
     from megatron_gcpo.convert import hf_folder, to_hf
-    from megatron_gcpo.rollout.build import make_engine
 
+    if hf_folder.holds_weights(path):
+        yield path
+        return
     with tempfile.TemporaryDirectory(prefix="megatron_gcpo_eval_") as scratch:
-        folder = path
-        if not hf_folder.holds_weights(path):
-            console.print(f"{path} is no Hugging Face folder: converting its newest checkpoint", highlight=False)
-            folder = to_hf.convert(path, Path(scratch) / "hf")
-        opened = hf_folder.open_folder(folder)
-        config = _config(folder, suite)
-        tokenizer = _tokenizer(path, config)
-        engine = make_engine(config, opened.config, platform)
-        engine.load_weights(opened.tensors.items())
-        yield Subject(engine=engine, tokenizer=tokenizer)
+        console.print(f"{path} is no Hugging Face folder: converting its newest checkpoint", highlight=False)
+        yield to_hf.convert(path, Path(scratch) / "hf")
+
+
+def _prompts(source: SourceConfig, suite: SuiteConfig, tokenizer: Any, who: str) -> tuple[Prompt, ...]:
+    try:
+        return tuple(load_prompts(source, suite.data(source), tokenizer).prompts)
+    except ValueError as error:  # said in the terms of a run
+        said = str(error).removeprefix("data.train: ").replace("data.", "")
+        raise ValueError(f"{who}: {said}") from None
+
+
+def _check_fits(benchmark: BenchmarkConfig, suite: SuiteConfig, prompts: Sequence[Prompt], positions: int) -> None:
+    limit, environment = benchmark.max_new_tokens or suite.max_new_tokens, suite.environment_of(benchmark)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    if (needed := longest_sequence(environment, len(longest.token_ids), limit)) > positions:
+        raise ValueError(
+            f"benchmark {benchmark.name!r}: prompt {longest.id!r} has {len(longest.token_ids)} tokens and with its "
+            f"answers up to {needed}, but the model holds {positions} positions: lower max_new_tokens from {limit}"
+        )
+
+
+def _frame(benchmark: BenchmarkConfig, suite: SuiteConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> Frame:
+    """What stands between two turns; whether it can be said at all is known before anything is drawn."""
+    frame = turn_frame(suite.data(benchmark.source), tokenizer)
+    environment = suite.environment_of(benchmark)
+    if environment is not None:
+        frame(environment.reply(prompts[0], ("",), 0))
+    return frame
 
 
 def _config(folder: Path, suite: SuiteConfig) -> Config:
     """What an engine wants to know, said in the terms of a run."""
     longest = max(benchmark.max_new_tokens or suite.max_new_tokens for benchmark in suite.benchmarks)
+    positions = suite.vllm.max_model_len or max(
+        longest_sequence(
+            suite.environment_of(benchmark), suite.max_prompt_tokens, benchmark.max_new_tokens or suite.max_new_tokens
+        )
+        for benchmark in suite.benchmarks
+    )
     rollout = RolloutConfig(
         engine=suite.engine,
-        vllm=suite.vllm,
+        vllm=suite.vllm.model_copy(update={"max_model_len": positions}),
         dtype=suite.dtype,
         max_new_tokens=longest,
         max_batch_rows=suite.max_batch_rows,
@@ -132,13 +168,16 @@ def _run(
     suite: SuiteConfig,
     subject: Subject,
     prompts: Sequence[Prompt],
+    frame: Frame,
     encoder: Encoder | None,
     training: Sequence[str] | None,
 ) -> BenchmarkResult:
     samples = benchmark.samples or suite.samples
-    groups = generate_groups(
+    groups = converse(
         subject.engine,
         prompts,
+        suite.environment_of(benchmark),
+        frame=frame,
         group_size=samples,
         max_new_tokens=benchmark.max_new_tokens or suite.max_new_tokens,
         sampling=Sampling(
@@ -153,64 +192,35 @@ def _run(
         stream=f"evaluate/{benchmark.name}",
     )
     with VerifierPool(benchmark.verifier) as pool:
-        verdicts = pool.score(groups)
-    records = measure(groups, verdicts, encoder=encoder, labeller=_labeller(benchmark))
-    answers = [_answers(group) for group in groups]
-    overlaps = find_overlaps([(p.id, p.text) for p in prompts], training) if training is not None else []
+        verdicts = score(pool, groups)
+    records = measure(groups, verdicts, encoder=encoder, labeller=task_labeller(benchmark.source))
+    overlaps = None if training is None else tuple(find_overlaps([(p.id, p.text) for p in prompts], training))
     return BenchmarkResult(
         name=benchmark.name,
         num_problems=len(prompts),
         samples=samples,
-        metrics=_metrics(records, answers, suite, samples),
+        metrics=_intervals(records, suite, samples),
         problems=tuple(
             {
                 "id": record.prompt_id,
                 "correct": record.num_correct / record.num_samples,
-                "majority": majority_at_k(found, record.correct_n, samples),
+                "majority": majority_at_k(record.answers_n, record.correct_n, samples),
                 "mean_tokens": record.mean_tokens,
             }
-            for record, found in zip(records, answers, strict=True)
+            for record in records
         ),
-        overlaps=tuple(overlaps),
+        overlaps=overlaps,
     )
 
 
-def _labeller(benchmark: BenchmarkConfig) -> Callable[[Prompt, str], str | None] | None:
-    if benchmark.source.kind != "task":
-        return None
-    strategy = make_task(benchmark.source.name, benchmark.source.options).strategy
-    return lambda _, text: None if (name := strategy(text)) == "none" else name
-
-
-def _answers(group: Group) -> list[str | None]:
-    """The normalised final answers, hashed: they are only compared."""
-    found = (final_answer(rollout.text) for rollout in group.rollouts)
-    return [None if text is None else hashlib.blake2b(normalise(text).encode()).hexdigest() for text in found]
-
-
-def _metrics(
-    records: Sequence[PromptEval], answers: Sequence[Sequence[str | None]], suite: SuiteConfig, samples: int
-) -> dict[str, Interval]:
+def _intervals(records: Sequence[PromptEval], suite: SuiteConfig, samples: int) -> dict[str, Interval]:
     """Each metric is a mean over problems, so that its interval is the bootstrap over problems."""
-    values: dict[str, list[float]] = {f"avg@{samples}": [r.num_correct / r.num_samples for r in records]}
-    for k in suite.ks:
-        if k > 1:
-            values[f"pass@{k}"] = [pass_at_k(r.num_samples, r.num_correct, k) for r in records]
-            pairs = zip(records, answers, strict=True)
-            values[f"maj@{k}"] = [majority_at_k(found, r.correct_n, k) for r, found in pairs]
-        if all(r.labels_n is not None for r in records):
-            labels = [
-                [label if right else None for label, right in zip(r.labels_n or (), r.correct_n, strict=True)]
-                for r in records
-            ]
-            values[f"distinct@{k}"] = [distinct_at_k(row, k) for row in labels]
-    for name in ("vendi", "effective_rank"):
-        known = [value for r in records if (value := getattr(r, name)) is not None]
-        if known:
-            values[name] = known
-    values["mean_tokens"] = [r.mean_tokens for r in records]
-    values["truncated"] = [r.truncated / r.num_samples for r in records]
-    return {name: mean_interval(column, seed=suite.seed) for name, column in values.items()}
+    values = per_prompt(records, suite.ks)
+    values.pop("pass@1", None)  # the same as avg
+    return {
+        f"avg@{samples}" if name == "avg" else name: mean_interval(column, seed=suite.seed)
+        for name, column in values.items()
+    }
 
 
 def results_table(results: Sequence[BenchmarkResult], title: str) -> Table:
@@ -221,8 +231,9 @@ def results_table(results: Sequence[BenchmarkResult], title: str) -> Table:
         table.add_column(f"{result.name}\n{result.num_problems} x {result.samples}", justify="right")
     for name in dict.fromkeys(name for result in results for name in result.metrics):
         table.add_row(name, *(str(result.metrics.get(name, "-")) for result in results))
-    if any(result.overlaps for result in results):
-        table.add_row("overlaps with training", *(str(len(result.overlaps)) for result in results))
+    if any(result.overlaps is not None for result in results):
+        counts = ("-" if result.overlaps is None else str(len(result.overlaps)) for result in results)
+        table.add_row("problems that overlap with training", *counts)
     return table
 
 
@@ -235,5 +246,5 @@ def write_results(path: Path, checkpoint: Path, suite: SuiteConfig, results: Seq
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    unfinished.write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
     unfinished.replace(path)

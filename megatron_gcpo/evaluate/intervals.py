@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from scipy.special import ndtri, stdtrit
 
 RESAMPLES = 4000
+EXACT_UP_TO = 5
+"""Values whose n^n resamples are all enumerated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +25,35 @@ class Interval:
     """Share of such intervals that hold the true mean, e.g. 0.95."""
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.3f}" + (f" [{self.low:.3f}, {self.high:.3f}]" if np.isfinite(self.low) else "")
+
+    def signed(self) -> str:
+        """As a difference."""
+        return f"{self.mean:+.3f}" + (f" [{self.low:+.3f}, {self.high:+.3f}]" if np.isfinite(self.low) else "")
+
+
+def finite(value: Any) -> Any:
+    """Nested values with None in place of numbers that are not finite, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def mean_interval(values: Sequence[float] | np.ndarray, *, level: float = 0.95, seed: int = 0) -> Interval:
-    """Percentile bootstrap of the mean of independent values, one for each prompt or seed (Efron 1979).
+    """Percentile bootstrap of the mean of independent values, one for each prompt or seed, widened for few of them.
 
-    A single value has no spread to resample: its interval is infinite. Of few values (seeds) a percentile interval is
-    too narrow, by sqrt((n - 1) / n) in the standard error (derived: the variance of a resample is that of n, not n - 1);
-    it is widened by the inverse factor.
+    Of few values (seeds) a percentile interval (Efron 1979) is far too narrow: of three normal values at 95 % it holds the
+    true mean 66 times in 100. Two factors set it right, after Hesterberg (arXiv 1411.5279), who applies them to the level;
+    here they scale both ends about the mean, which also works where the resamples reach no further out:
+
+    - sqrt(n / (n - 1)), since the variance of a resample is the sum of squares over n, not n - 1;
+    - t_{n-1} / z at the level's quantile, since the spread itself is only estimated.
+
+    The interval then holds its level within 5 points of Student's for 2 to 10 values, also of skewed ones (simulated in
+    the tests), keeps their skewness, and for many values is the plain percentile interval. A single value says nothing of the
+    spread: its interval is infinite. It knows no bounds: that of a share may reach beyond 0 or 1.
 
     Raises:
         ValueError: no values, or one that is not finite.
@@ -40,18 +64,24 @@ def mean_interval(values: Sequence[float] | np.ndarray, *, level: float = 0.95, 
     mean = float(data.mean())
     if len(data) == 1:
         return Interval(mean=mean, low=-np.inf, high=np.inf, level=level)
-    # Resampling in blocks keeps the memory of many prompts bounded.
+    ends = np.quantile(_resampled_means(data, seed), [(1 - level) / 2, (1 + level) / 2])
+    n, tail = len(data), (1 + level) / 2
+    low, high = mean + np.sqrt(n / (n - 1)) * stdtrit(n - 1, tail) / ndtri(tail) * (ends - mean)
+    return Interval(mean=mean, low=float(low), high=float(high), level=level)
+
+
+def _resampled_means(data: np.ndarray, seed: int) -> np.ndarray:
+    n = len(data)
+    if n <= EXACT_UP_TO:
+        return data[np.indices((n,) * n).reshape(n, -1)].mean(axis=0)
     rng = np.random.default_rng(seed)
-    block = max(1, 10_000_000 // len(data))
-    means = np.concatenate(
+    block = max(1, 10_000_000 // n)  # in blocks, so that the memory of many prompts is bounded
+    return np.concatenate(
         [
-            data[rng.integers(len(data), size=(min(block, RESAMPLES - start), len(data)))].mean(axis=1)
+            data[rng.integers(n, size=(min(block, RESAMPLES - start), n))].mean(axis=1)
             for start in range(0, RESAMPLES, block)
         ]
     )
-    widen = np.sqrt(len(data) / (len(data) - 1))
-    low, high = mean + widen * (np.quantile(means, [(1 - level) / 2, (1 + level) / 2]) - mean)
-    return Interval(mean=mean, low=float(low), high=float(high), level=level)
 
 
 def paired_interval(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 def miss_probability(n: int, hits: int, k: int) -> float:
     """C(n - hits, k) / C(n, k): the chance that k of n samples miss all ``hits`` of them, as a product that is exact
@@ -26,11 +24,3 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
         ValueError: k is not in [1, n].
     """
     return 1.0 - miss_probability(n, correct, k)
-
-
-def mean_pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
-    """The mean of pass@k over prompts given as (samples, correct); with k = 1 this is avg@n, the mean accuracy."""
-    values = [pass_at_k(n, correct, k) for n, correct in counts]
-    if not values:
-        raise ValueError("there are no prompts to evaluate; check data.heldout")
-    return sum(values) / len(values)

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rich import box
 from rich.table import Table
 
 from megatron_gcpo.evaluate.diversity import distinct_at_k, effective_number
-from megatron_gcpo.evaluate.passk import mean_pass_at_k
+from megatron_gcpo.evaluate.majority import majority_at_k
+from megatron_gcpo.evaluate.passk import pass_at_k
+from megatron_gcpo.evaluate.turns import transition_shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,13 @@ class PromptEval:
     effective_rank: float | None
     """Effective rank of the same."""
     mean_tokens: float
-    """Mean completion length."""
+    """Mean number of tokens that the policy drew for a sample."""
     truncated: int
     """Samples that reached the token limit."""
+    answers_n: tuple[str | None, ...]
+    """A hash of each sample's final answer, None where none was found: answers are only compared."""
+    turns_nK: tuple[tuple[bool, ...], ...] | None = None
+    """Whether each turn of each conversation was right, the last one as in ``correct_n``; None: single answers."""
 
     @property
     def num_samples(self) -> int:
@@ -38,64 +45,99 @@ class PromptEval:
         return sum(self.correct_n)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalReport:
-    """An evaluation: its metrics, and the prompts they summarise."""
+def per_prompt(prompts: Sequence[PromptEval], ks: Sequence[int]) -> dict[str, list[float]]:
+    """The metrics that are means over prompts, a value for each prompt that has one; an interval may be put around them.
 
-    metrics: Mapping[str, float]
-    prompts: tuple[PromptEval, ...]
-
-    def table(self, title: str = "evaluation") -> Table:
-        """The metrics as a two-column table for a terminal."""
-        return report_table({title: self})
-
-
-def summarize_evals(prompts: Sequence[PromptEval], ks: Sequence[int]) -> EvalReport:
-    """Metrics over all prompts; the order of the prompts does not matter.
-
-    ``avg`` mean accuracy (avg@n); ``pass@k``; ``mean_tokens``; ``truncated`` share of samples. With labels:
-    ``distinct@k``, the mean over prompts of the expected number of different strategies among the correct ones of k
-    samples; ``effective_strategies``, exp(entropy) of the strategies of all samples pooled (the unrecognised ones are a
-    strategy of their own); ``effective_strategies_correct``, the same of the correct ones. With embeddings, over the
+    ``avg`` accuracy of the samples (avg@n); ``pass@k`` (arXiv 2107.03374); ``maj@k``, for k above 1, whether the plurality of
+    k samples is right; ``mean_tokens``; ``truncated`` share of samples. All of these are about the last turn of a
+    conversation; ``first_turn`` and the transitions (evaluate.turns) say what the turns before it were. With labels:
+    ``distinct@k``, the expected number of different strategies among the correct ones of k samples. With embeddings, of the
     prompts that have a correct sample: ``vendi`` and ``effective_rank`` of the correct samples.
 
     Raises:
         ValueError: no prompts, or a k above the number of samples of a prompt.
     """
-    counts = [(p.num_samples, p.num_correct) for p in prompts]
-    metrics = {"prompts": float(len(prompts)), "avg": mean_pass_at_k(counts, 1)}
+    if not prompts:
+        raise ValueError("there are no prompts to evaluate; check data.heldout")
+    values: dict[str, list[float]] = {"avg": [p.num_correct / p.num_samples for p in prompts]}
     for k in ks:
-        metrics[f"pass@{k}"] = mean_pass_at_k(counts, k)
-    metrics["mean_tokens"] = fmean(p.mean_tokens for p in prompts)
-    metrics["truncated"] = sum(p.truncated for p in prompts) / sum(p.num_samples for p in prompts)
+        values[f"pass@{k}"] = [pass_at_k(p.num_samples, p.num_correct, k) for p in prompts]
+    for k in ks:
+        if k > 1:
+            values[f"maj@{k}"] = [majority_at_k(p.answers_n, p.correct_n, k) for p in prompts]
     if all(p.labels_n is not None for p in prompts):
-        metrics |= _strategy_metrics(prompts, ks)
-    for name, values in (
-        ("vendi", [p.vendi for p in prompts]),
-        ("effective_rank", [p.effective_rank for p in prompts]),
-    ):
-        known = [value for value in values if value is not None]
+        for k in ks:
+            values[f"distinct@{k}"] = [distinct_at_k(_correct_labels(p), k) for p in prompts]
+    for name in ("vendi", "effective_rank"):
+        known = [value for p in prompts if (value := getattr(p, name)) is not None]
         if known:
-            metrics[name] = fmean(known)
-    return EvalReport(metrics=metrics, prompts=tuple(prompts))
+            values[name] = known
+    turns = [transition_shares(p.turns_nK) for p in prompts if p.turns_nK is not None]
+    values |= {name: [shares[name] for shares in turns] for name in (turns[0] if turns else ())}
+    values["mean_tokens"] = [p.mean_tokens for p in prompts]
+    values["truncated"] = [p.truncated / p.num_samples for p in prompts]
+    return values
 
 
-def _strategy_metrics(prompts: Sequence[PromptEval], ks: Sequence[int]) -> dict[str, float]:
-    labels = [list(zip(p.labels_n or (), p.correct_n, strict=True)) for p in prompts]
-    correct_only = [[label if correct else None for label, correct in pairs] for pairs in labels]
-    metrics = {f"distinct@{k}": fmean(distinct_at_k(row, k) for row in correct_only) for k in ks}
-    metrics["effective_strategies"] = effective_number(label for pairs in labels for label, _ in pairs)
-    metrics["effective_strategies_correct"] = effective_number(
-        label for pairs in labels for label, correct in pairs if correct
-    )
+def summarize_evals(prompts: Sequence[PromptEval], ks: Sequence[int]) -> dict[str, float]:
+    """``per_prompt`` averaged, ``prompts`` their number, and what only all samples pooled can say.
+
+    With labels: ``effective_strategies``, exp(entropy) of the strategies of all samples (the unrecognised ones are a
+    strategy of their own), and ``effective_strategies_correct``, the same of the correct ones. The order of the prompts does
+    not matter.
+
+    Raises:
+        ValueError: as ``per_prompt``.
+    """
+    metrics = {"prompts": float(len(prompts))}
+    metrics |= {name: fmean(values) for name, values in per_prompt(prompts, ks).items()}
+    if all(p.labels_n is not None for p in prompts):
+        pairs = [pair for p in prompts for pair in zip(p.labels_n or (), p.correct_n, strict=True)]
+        metrics["effective_strategies"] = effective_number(label for label, _ in pairs)
+        metrics["effective_strategies_correct"] = effective_number(label for label, correct in pairs if correct)
     return metrics
 
 
-def report_table(reports: Mapping[str, EvalReport]) -> Table:
-    """Several evaluations side by side: a row per metric, a column per report; "-" where one lacks a metric."""
-    table = Table("metric", *reports)
-    names = dict.fromkeys(name for report in reports.values() for name in report.metrics)
-    for name in names:
-        cells = [f"{report.metrics[name]:.4g}" if name in report.metrics else "-" for report in reports.values()]
-        table.add_row(name, *cells)
+def _correct_labels(prompt: PromptEval) -> list[str | None]:
+    pairs = zip(prompt.labels_n or (), prompt.correct_n, strict=True)
+    return [label if correct else None for label, correct in pairs]
+
+
+MEANINGS = {
+    "pass": "accuracy of a sample, or of the best of k",
+    "maj": "accuracy of the majority's answer",
+    "distinct": "strategies among the correct of k",
+    "effective_strategies": "strategies of all samples, by entropy",
+    "vendi": "coverage: different correct answers, by embedding",
+    "mean_tokens": "length of an answer",
+    "truncated": "share of answers cut off",
+    "first_turn": "accuracy of the first answer",
+    "repaired": "wrong, then right",
+    "held": "right, then right",
+    "broken": "right, then wrong",
+    "lost": "wrong, then wrong",
+}
+"""The metrics that a person is shown, in this order; ``avg`` is pass@1, and the others are for plots."""
+
+
+def evaluation_table(title: str, columns: Mapping[str, Mapping[str, float]]) -> Table:
+    """Evaluations of one policy over time, oldest first: a row per metric, and how the last two differ.
+
+    columns: heading -> metrics of ``summarize_evals``; "-" where one lacks a metric.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    evaluations = list(columns.values())
+    changed = len(evaluations) > 1
+    table.add_column("")
+    for heading in (*columns, *(["change"] if changed else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", style="dim", no_wrap=True, overflow="ellipsis")
+    names = dict.fromkeys(name for metrics in evaluations for name in metrics)
+    for kind, meaning in MEANINGS.items():
+        for name in (name for name in names if name.partition("@")[0] == kind and name != "distinct@1"):
+            cells = [f"{metrics[name]:.3f}" if name in metrics else "-" for metrics in evaluations]
+            if changed:
+                known = all(name in metrics for metrics in evaluations[-2:])
+                cells.append(f"{evaluations[-1][name] - evaluations[-2][name]:+.3f}" if known else "-")
+            table.add_row(name, *cells, meaning)
     return table

@@ -1,77 +1,36 @@
-"""Sample held-out prompts, judge the samples, and measure them."""
+"""What judged samples are worth: one record for each prompt."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from megatron_gcpo.config.records import SourceConfig
+from megatron_gcpo.data import make_task
 from megatron_gcpo.embed.encoder import Encoder
 from megatron_gcpo.embed.groups import embed_groups
 from megatron_gcpo.embed.span import Span
 from megatron_gcpo.evaluate.diversity import effective_rank, vendi_score
-from megatron_gcpo.evaluate.passk import miss_probability
-from megatron_gcpo.evaluate.report import EvalReport, PromptEval, summarize_evals
-from megatron_gcpo.rollout.engine import RolloutEngine, Sampling
-from megatron_gcpo.rollout.groups import generate_groups
-from megatron_gcpo.types import Group, Prompt, Verdicts
+from megatron_gcpo.evaluate.report import PromptEval
+from megatron_gcpo.types import Group, Rollout, Verdicts
+from megatron_gcpo.verify.verifiers.extract import final_answer, normalise
 
 CORRECT = 0.99
 """The least reward that counts as solved; some verifiers give wrong answers a few hundredths for their form."""
 
-type Labeller = Callable[[Prompt, str], str | None]
-"""(prompt, completion text) -> the strategy it follows, or None when it is not recognised. Measures, never trains."""
+type Labeller = Callable[[str], str | None]
+"""Completion text -> the strategy it follows, or None when it is not recognised. Measures, never trains."""
 
 
-class Scorer(Protocol):
-    """What judges groups; the verifier pool is one."""
-
-    def score(self, groups: Sequence[Group]) -> list[Verdicts]: ...
-
-
-def evaluate(
-    engine: RolloutEngine,
-    prompts: Sequence[Prompt],
-    *,
-    pool: Scorer,
-    decode: Callable[[list[int]], str],
-    samples: int,
-    max_new_tokens: int,
-    sampling: Sampling,
-    ks: Sequence[int],
-    run_seed: int,
-    step: int = 0,
-    encoder: Encoder | None = None,
-    span: Span = "reasoning",
-    labeller: Labeller | None = None,
-) -> EvalReport:
-    """Sample, verify, embed and summarise; see ``summarize_evals`` for the metrics.
-
-    Seeds derive from (run seed, "evaluate", step, prompt id, sample): with a fixed ``step`` two policies are compared
-    on the same random numbers. A replica that evaluates only its share calls ``measure``, and whoever has all
-    the records ``summarize_evals``.
-
-    Raises:
-        ValueError: no prompts, a k above ``samples`` or a prompt too long (all before sampling).
-    """
-    if not prompts:
-        raise ValueError("there are no prompts to evaluate; check data.heldout")
-    for k in ks:
-        miss_probability(samples, 0, k)
-    groups = generate_groups(
-        engine,
-        prompts,
-        group_size=samples,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        decode=decode,
-        run_seed=run_seed,
-        step=step,
-        stream="evaluate",
-    )
-    return summarize_evals(measure(groups, pool.score(groups), encoder=encoder, span=span, labeller=labeller), ks)
+def task_labeller(source: SourceConfig) -> Labeller | None:
+    """Packaged tasks know the strategies of their solutions; None for other sources."""
+    if source.kind != "task":
+        return None
+    strategy = make_task(source.name, source.options).strategy
+    return lambda text: None if (name := strategy(text)) == "none" else name
 
 
 def measure(
@@ -88,21 +47,39 @@ def measure(
     if encoder is not None:
         embeddings = embed_groups(encoder, groups, [c.astype(np.float64) for c in correct], span=span)
     records = []
-    for group, correct_n, embeddings_GD in zip(groups, correct, embeddings, strict=True):
+    for group, verdict, correct_n, embeddings_GD in zip(groups, verdicts, correct, embeddings, strict=True):
         vendi, rank = _spread(correct_n, embeddings_GD) if encoder is not None else (None, None)
         texts = [rollout.text for rollout in group.rollouts]
         records.append(
             PromptEval(
                 prompt_id=group.prompt.id,
                 correct_n=tuple(bool(c) for c in correct_n),
-                labels_n=tuple(labeller(group.prompt, text) for text in texts) if labeller is not None else None,
+                labels_n=tuple(map(labeller, texts)) if labeller is not None else None,
                 vendi=vendi,
                 effective_rank=rank,
-                mean_tokens=float(np.mean([len(rollout.token_ids) for rollout in group.rollouts])),
+                mean_tokens=float(np.mean([_drawn(rollout) for rollout in group.rollouts])),
                 truncated=sum(rollout.finish_reason == "length" for rollout in group.rollouts),
+                answers_n=tuple(map(_answer, texts)),
+                turns_nK=_turns(verdict),
             )
         )
     return records
+
+
+def _answer(text: str) -> str | None:
+    found = final_answer(text)
+    return None if found is None else hashlib.blake2b(normalise(found).encode("utf-8", "replace")).hexdigest()
+
+
+def _drawn(rollout: Rollout) -> int:
+    """Tokens of the policy; a user's turns are not its own."""
+    return len(rollout.token_ids) if rollout.trained_T is None else int(rollout.trained_T.sum())
+
+
+def _turns(verdict: Verdicts) -> tuple[tuple[bool, ...], ...] | None:
+    if verdict.turn_rewards_GK is None:
+        return None
+    return tuple(tuple(bool(right) for right in row_K) for row_K in verdict.turn_rewards_GK >= CORRECT)
 
 
 def _spread(correct_n: np.ndarray, embeddings_GD: torch.Tensor | None) -> tuple[float | None, float | None]:

@@ -10,6 +10,9 @@ from pydantic import Field, PositiveInt, model_validator
 from megatron_gcpo.config.problems import load_record
 from megatron_gcpo.config.records import DataConfig, EmbedConfig, Record, SourceConfig, VerifyConfig, VllmConfig
 from megatron_gcpo.data.benchmarks import LAYOUTS
+from megatron_gcpo.environments import ENVIRONMENTS, Environment
+
+type EnvironmentName = Literal["none", "critic"]
 
 
 class BenchmarkConfig(Record):
@@ -22,6 +25,8 @@ class BenchmarkConfig(Record):
     samples: PositiveInt | None = None
     """Default: the suite's."""
     max_new_tokens: PositiveInt | None = None
+    """Default: the suite's."""
+    environment: EnvironmentName | None = None
     """Default: the suite's."""
 
     @model_validator(mode="after")
@@ -53,10 +58,16 @@ class SuiteConfig(Record):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     max_new_tokens: PositiveInt = 4096
+    """Of each turn."""
+    environment: EnvironmentName = "none"
+    """none: single answers; else the conversation in which problems are solved: its last answer counts, and what became of
+    the answers before it is measured too (environments)."""
     seed: int = Field(default=0, ge=0)
     template: Literal["chat", "plain"] = "chat"
     system_prompt: str | None = None
     max_prompt_tokens: PositiveInt = 2048
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What to do with a row that cannot be read or is too long."""
     engine: Literal["transformers", "vllm"] = "transformers"
     dtype: Literal["fp32", "bf16"] = "bf16"
     vllm: VllmConfig = VllmConfig()
@@ -77,6 +88,10 @@ class SuiteConfig(Record):
                 raise ValueError(f"ks {too_large} need as many samples, benchmark {benchmark.name!r} has {samples}")
         return self
 
+    def environment_of(self, benchmark: BenchmarkConfig) -> Environment | None:
+        """The conversation in which a benchmark's problems are solved; None: single answers."""
+        return ENVIRONMENTS.get(benchmark.environment or self.environment)
+
     def data(self, source: SourceConfig) -> DataConfig:
         """The data section with which the source's prompts are templated."""
         return DataConfig(
@@ -84,6 +99,7 @@ class SuiteConfig(Record):
             template=self.template,
             system_prompt=self.system_prompt,
             max_prompt_tokens=self.max_prompt_tokens,
+            on_bad_row=self.on_bad_row,
         )
 
 

@@ -10,6 +10,7 @@ from megatron_gcpo.methods.base import (
     has_signal,
 )
 from megatron_gcpo.methods.composition import check_run
+from megatron_gcpo.methods.lengths import Longest, longest_sequences
 from megatron_gcpo.methods.phase import Scope
 from megatron_gcpo.methods.prepare import Memory, prepare, without_unsampled
 from megatron_gcpo.methods.resolve import FAMILIES, METHODS, resolve
@@ -18,6 +19,7 @@ __all__ = [
     "EMBEDDING_NEEDS",
     "FAMILIES",
     "METHODS",
+    "Longest",
     "LossOptions",
     "Memory",
     "Method",
@@ -27,6 +29,7 @@ __all__ = [
     "Scope",
     "check_run",
     "has_signal",
+    "longest_sequences",
     "prepare",
     "resolve",
     "without_unsampled",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from megatron_gcpo.config.records import Config
 from megatron_gcpo.data.curriculum import UniformSampling
-from megatron_gcpo.environments.base import Environment
 from megatron_gcpo.methods.base import Method
+from megatron_gcpo.methods.lengths import longest_sequences
 from megatron_gcpo.methods.options import MethodOptions
 from megatron_gcpo.methods.token_credit.table import TOKEN_CREDITS
 
@@ -68,8 +68,12 @@ def check_run(method: Method, options: MethodOptions, config: Config) -> None:
             f"{method.name} compares all tokens of an answer with each other, which context parallelism keeps on different "
             "ranks: set cluster.context_parallel_size to 1"
         )
-    if method.environment is not None:
-        _check_conversation(method.name, method.environment, config)
+    _check_room(method, options, config)
+    if method.environment is not None and config.rollout.router_replay:
+        raise ValueError(
+            f"rollout.router_replay wants the experts of every token from one engine call, but {method.name} makes "
+            f"{method.environment.num_turns}: set it to false"
+        )
     if method.transform is not None and config.rollout.router_replay:
         raise ValueError(
             f"rollout.router_replay wants the engine's experts of every token, but no engine draws the reference solutions of "
@@ -82,25 +86,21 @@ def check_run(method: Method, options: MethodOptions, config: Config) -> None:
         )
 
 
-def _check_conversation(name: str, environment: Environment, config: Config) -> None:
-    longest = environment.longest(config.data.max_prompt_tokens, config.rollout.max_new_tokens)
-    if longest > config.train.max_tokens_per_micro_batch:
-        raise ValueError(
-            f"a conversation of {name} can have {longest} tokens ({environment.num_turns} turns of rollout.max_new_tokens, the "
-            f"prompt, and {environment.max_reply_tokens} between turns), more than train.max_tokens_per_micro_batch "
-            f"{config.train.max_tokens_per_micro_batch}: raise it to at least {longest}"
-        )
-    held = config.rollout.vllm.max_model_len
-    if config.rollout.engine == "vllm" and (held is None or held < longest):
-        raise ValueError(
-            f"a conversation of {name} can have {longest} tokens, more than vLLM is told to hold "
-            f"({'one answer' if held is None else held}): set rollout.vllm.max_model_len to {longest}"
-        )
-    if config.rollout.router_replay:
-        raise ValueError(
-            f"rollout.router_replay wants the experts of every token from one engine call, but {name} makes "
-            f"{environment.num_turns}: set it to false"
-        )
+def _check_room(method: Method, options: MethodOptions, config: Config) -> None:
+    """Raises ValueError where what the method draws does not fit a micro-batch or the engine."""
+    for longest in longest_sequences(method, options, config):
+        if longest.tokens > config.train.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"{longest.what} can have {longest.tokens} tokens ({longest.made_of}), more than "
+                f"train.max_tokens_per_micro_batch {config.train.max_tokens_per_micro_batch}: raise it to at least "
+                f"{longest.tokens}"
+            )
+        held = config.rollout.vllm.max_model_len
+        if config.rollout.engine != "transformers" and held is not None and held < longest.tokens:
+            raise ValueError(
+                f"{longest.what} can have {longest.tokens} tokens ({longest.made_of}), more than "
+                f"rollout.vllm.max_model_len {held}: raise it to at least {longest.tokens}, or leave it out"
+            )
 
 
 def _has_references(config: Config) -> bool:

@@ -74,7 +74,7 @@ class MethodOptions(Record):
     token_credit: tuple[TokenCreditOptions, ...] = ()
     """Parts that spread a rollout's advantage over its tokens, in order: cw, opefo, papo, clip_cov, kl_cov."""
     sampler: SamplerOptions = UniformSampling()
-    """Which prompts a step takes: uniform, gaussian or variance (data.curriculum)."""
+    """Which prompts a step takes: uniform, gaussian or variance (data.curriculum), or judged by the policy (data.judged)."""
     group_filter: bool = False
     """Drop groups whose final advantages carry no signal, so that they do not dilute the means of the loss."""
     refill: NonNegativeInt = 0

@@ -8,8 +8,14 @@ over the last ``buffer`` tokens of a turn's limit; and 1 for a <think> block fol
 the group's mean and sample std. The critic's tokens are never trained.
 
 Verified in the authors' code: transitions, weights, sample std. Ours: the critic's wordings, one critic for a group,
-repetition as the share of 8-grams of words that occurred before, no early stop of slow conversations, no KL term by
-default (paper: k3, 0.04: set loss.kl_coef).
+repetition as the share of 8-grams of words that occurred before, no KL term by default (paper: k3, 0.04: set loss.kl_coef).
+
+The authors end a step's rollouts once 75 % of the conversations are complete, keep every group that was started, and pad
+the rest with rows that are not trained: their conversations advance each by itself, and a step would wait for the slowest.
+Here all conversations take each turn together (environments/play.py), in one engine call of at most max_new_tokens
+decoding steps. When it returns, every conversation that was started has that turn; none is left to be skipped or padded,
+and the baseline is over all rows of a group. To cut a call short at 75 % instead would drop the answers that the engine
+happens to finish last, which depends on its load and its layout: the same seeds would no longer give the same rollouts.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_gcpo.data.judged import JudgedSampling
 from megatron_gcpo.methods.base import Method, clipped_surrogate
 from megatron_gcpo.methods.options import LossOptions, MethodOptions
 from megatron_gcpo.methods.resolve import FAMILIES
@@ -60,7 +61,8 @@ def _cells(method: Method, measured: dict[str, float]) -> tuple[str, ...]:
     names |= {"old_logprobs": "a log-prob pass", "ref_logprobs": "a reference pass"}
     names |= {"head_gram": "gradients of the output layer in it"}
     turns = [f"{method.environment.num_turns} turns of generation"] if method.environment else []
-    passes = ", ".join([*turns, *(names[n] for n in extra)])
+    asked = ["one short answer about each candidate"] if isinstance(options.sampler, JudgedSampling) else []
+    passes = ", ".join([*turns, *asked, *(names[n] for n in extra)])
     time = measured.get(method.name)
     cost = "; ".join(filter(None, (f"{time:+.1f} ms" if time is not None else "", passes)))
     return (

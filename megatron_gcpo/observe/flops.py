@@ -16,7 +16,7 @@ def utilization(provider: Any, num_tokens: int, num_rows: int, seconds: float, n
 
     Model FLOP: three forward passes' worth for each token, two per weight and attention over half of its sequence;
     recomputation and padding are no work of the model and do not count (PaLM, arXiv 2204.02311, appendix B). Nothing where
-    no token was trained, or for attention that the planner does not know.
+    no token was trained.
 
     Args:
         num_tokens, num_rows: of all replicas; every sequence counts at its mean length.
@@ -24,10 +24,7 @@ def utilization(provider: Any, num_tokens: int, num_rows: int, seconds: float, n
     """
     if not num_tokens or seconds <= 0:
         return {}
-    try:
-        shape = read_shape(provider)
-    except ValueError:  # latent attention
-        return {}
+    shape = read_shape(provider)
     dense, expert = forward_flops_per_token(shape, num_tokens / num_rows / 2)
     achieved = 3 * (dense + expert) * num_tokens / seconds / num_ranks
     found = {"perf/train_tflops_per_rank": achieved / 1e12}

@@ -10,9 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 import torch
+from pydantic import ValidationError
 
+from megatron_gcpo.config.records import EmbedConfig
 from megatron_gcpo.embed.span import Span, embedded_span
 from megatron_gcpo.methods import EMBEDDING_NEEDS, Method, MethodOptions, has_signal, resolve
+from megatron_gcpo.observe.history import History, group_bounds
 from megatron_gcpo.types import CreditInputs
 
 COLUMNS = ("step", "prompt_id", "sample", "prompt", "text", "token_ids", "logprobs", "reward", "advantage")
@@ -82,15 +85,29 @@ def make_variants(
     return found
 
 
+def embed_config(history: History, **given: str | None) -> tuple[EmbedConfig, list[str]]:
+    """How a run embedded, but for what is given; and a line for what of it this version does not know."""
+    own = history.config.get("embed")
+    section = {key: value for key, value in own.items() if key != "cache_entries"} if isinstance(own, dict) else {}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    skipped = []
+    try:
+        EmbedConfig.model_validate(section)
+    except ValidationError as error:
+        fields = sorted({str(problem["loc"][0]) for problem in error.errors()})
+        section = {key: value for key, value in section.items() if key not in fields}
+        skipped = [f"config.yaml: embed.{', embed.'.join(fields)} of another version, defaults in their place"]
+    return EmbedConfig.model_validate({**section, **chosen, "cache_entries": 0}), skipped
+
+
 def saved_groups(rollouts: pa.Table) -> list[SavedGroup]:
     """The groups of a table with ``COLUMNS``, in its order. A group begins where ``sample`` is 0."""
     column = {name: rollouts[name].to_pylist() for name in ("step", "prompt_id", "prompt", "text")}
     rewards, advantages = (rollouts[name].to_numpy().astype(np.float64) for name in ("reward", "advantage"))
     lengths = _list_lengths(rollouts["token_ids"])
     sums = _list_sums(rollouts["logprobs"])
-    starts = np.flatnonzero(rollouts["sample"].to_numpy() == 0)
     groups = []
-    for begin, end in itertools.pairwise([*starts.tolist(), len(rollouts)]):
+    for begin, end in group_bounds(rollouts):
         part = slice(begin, end)
         groups.append(
             SavedGroup(

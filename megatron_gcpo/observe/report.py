@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron_gcpo.cluster.topology import Topology
 from megatron_gcpo.collect import Experience
 from megatron_gcpo.observe.flops import utilization
@@ -35,6 +37,8 @@ class StepReport:
     """Tokens of this replica's sequences, prompts included."""
     num_rows: int
     """Sequences of this replica."""
+    entropy_T: torch.Tensor | None = None
+    """[T] of the batch that was trained on, under the policy before the step; None where nobody asked."""
 
 
 def step_metrics(report: StepReport, topology: Topology, provider: Any) -> dict[str, float]:

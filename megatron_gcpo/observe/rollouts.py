@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -30,6 +31,8 @@ SCHEMA = pa.schema(
         ("embedding_hash", pa.string()),
         ("policy_version", pa.int32()),
         ("versions", pa.list_(pa.int32())),
+        ("token_advantages", pa.list_(pa.float32())),
+        ("entropies", pa.list_(pa.float32())),
     ]
 )
 
@@ -43,6 +46,7 @@ def write_rollouts(
     credits: Sequence[Credit],
     trained: Sequence[bool],
     span_texts: Sequence[Sequence[str | None]],
+    entropies: Sequence[Sequence[np.ndarray] | None],
 ) -> Path:
     """Write one step's rollouts of one replica; the file appears whole or not at all.
 
@@ -50,6 +54,8 @@ def write_rollouts(
         trained: per group, whether it entered the update (a filtered group did not).
         span_texts: per group and rollout, the text that was embedded, None where nothing was; its content hash is the
             key under which the encoder cached the embedding.
+        entropies: per group and rollout [T] nats of the trainer's distribution at each token before the update, None for
+            a group that the trainer has not seen. ``token_advantages`` are null where each token has the rollout's.
     """
     rows = [
         {
@@ -70,8 +76,12 @@ def write_rollouts(
             "embedding_hash": None if (embedded := texts[i]) is None else content_hash(embedded),
             "policy_version": rollout.policy_version,
             "versions": rollout.versions_T,
+            "token_advantages": None if (own := credit.token_advantages_G) is None else own[i].numpy(),
+            "entropies": None if known is None else known[i],
         }
-        for group, verdict, credit, kept, texts in zip(groups, verdicts, credits, trained, span_texts, strict=True)
+        for group, verdict, credit, kept, texts, known in zip(
+            groups, verdicts, credits, trained, span_texts, entropies, strict=True
+        )
         for i, rollout in enumerate(group.rollouts)
     ]
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from megatron_gcpo.observe.history import History, read_history
 from megatron_gcpo.observe.summary import FILE
@@ -23,26 +26,41 @@ def find_runs(root: Path) -> Iterator[Path]:
     if sum((root / mark).is_file() for mark in MARKS) >= 2:
         yield root
         return
-    for child in sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink()):
+    try:
+        children = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    except PermissionError:  # somebody else's
+        return
+    for child in children:
         yield from find_runs(child)
 
 
-def runs_table(root: Path, now: float | None = None) -> Table:
-    """One row per run.
+def runs_table(root: Path, now: float | None = None) -> Group:
+    """One row per run, and below them what could not be read.
 
     Raises:
         ValueError: ``root`` is no folder, or there is no run in it.
     """
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}: give one that holds runs")
-    histories = [read_history(folder) for folder in find_runs(root)]
-    if not histories:
-        raise ValueError(f"there is no run in {root}: give a folder that holds runs")
-    table = Table("run", "state", "step", "method", "reward", *SHOWN, "s/step")
-    table.columns[0].overflow = "fold"
-    for history in histories:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)  # as narrow as 80 columns ask for
+    table.add_column("run", overflow="fold", min_width=12)
+    for column in ("state", "step", "method"):
+        table.add_column(column, no_wrap=True)
+    for column in ("reward", *SHOWN, "s/step"):
+        table.add_column(column.replace("@", "\n@").replace("s/step", "s\n/step"), justify="right", no_wrap=True)
+    notes: list[str] = []
+    for folder in find_runs(root):
+        try:
+            history = read_history(folder)
+        except ValueError as error:
+            table.add_row(str(folder), "unreadable")
+            notes.append(str(error))
+            continue
         table.add_row(*_row(history, time.time() if now is None else now))
-    return table
+        notes += [f"{folder}: skipped {line}" for line in history.skipped]
+    if not table.row_count:
+        raise ValueError(f"there is no run in {root}: give a folder that holds runs")
+    return Group(table, *(Text(note) for note in notes))
 
 
 def state(history: History, now: float) -> str:
@@ -54,13 +72,12 @@ def state(history: History, now: float) -> str:
 
 
 def _row(history: History, now: float) -> list[str]:
-    method = history.config.get("method")
     wanted = "?" if history.steps is None else str(history.steps)
     return [
         str(history.folder),
         state(history, now),
         f"{history.step}/{wanted}",
-        str(method.get("name", "?")) if isinstance(method, dict) else "?",
+        history.method,
         _last(history, "reward/mean"),
         *(_measure(history, name) for name in SHOWN),
         _last(history, "time/total_s"),

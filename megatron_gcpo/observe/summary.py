@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.table import Table
+
+from megatron_gcpo.evaluate.report import evaluation_table
 
 FILE = "summary.json"
 CONTENTS = ("metrics.jsonl", "rollouts/", "checkpoints/", "tensorboard/", "config.yaml")
@@ -26,6 +27,8 @@ class Summary:
     """Evaluation of the policy the run started from."""
     after: Mapping[str, float] | None = None
     """Evaluation after the last step."""
+    under_way: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """The newest two evaluations between the two: "step 50" -> metrics."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Time spent in steps so far, by phase (rank 0)."""
     skipped_updates: int = 0
@@ -41,6 +44,17 @@ class Summary:
         return replace(
             self, step=self.step + 1, phase_seconds=total, skipped_updates=self.skipped_updates + skipped_updates
         )
+
+    def evaluated(self, metrics: Mapping[str, float]) -> Self:
+        """With an evaluation of the policy as it is now."""
+        newest = {**self.under_way, f"step {self.step}": metrics}
+        return replace(self, under_way=dict(list(newest.items())[-2:]))
+
+    def evaluations(self) -> dict[str, Mapping[str, float]]:
+        """The first and the newest two, oldest first, by what a person calls them."""
+        later = {**self.under_way, "after": self.after}
+        newest = [(heading, metrics) for heading, metrics in later.items() if metrics][-2:]
+        return {**({"before": self.before} if self.before else {}), **dict(newest)}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,23 +72,38 @@ def read_summary(folder: Path) -> Summary | None:
     if not path.is_file():
         return None
     try:
-        return Summary(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        summary = Summary(**json.loads(path.read_text(encoding="utf-8")))
+        _check_types(summary)
+        return summary
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path} is no summary of this version ({error}): remove it to go on from the checkpoints"
         ) from None
 
 
+def _check_types(summary: Summary) -> None:
+    for name in ("before", "after", "phase_seconds"):
+        values = getattr(summary, name)
+        if values is None and name != "phase_seconds":
+            continue
+        if not isinstance(values, Mapping) or not all(isinstance(value, int | float) for value in values.values()):
+            raise TypeError(f"{name} holds no numbers by name")
+    if not isinstance(summary.step, int):
+        raise TypeError("step is no whole number")
+
+
+def print_evaluations(summary: Summary, title: str, console: Console) -> None:
+    """The policy on the held-out problems: before training, lately and now, and what has changed; nothing without any."""
+    found = summary.evaluations()
+    if found:
+        problems = list(found.values())[-1].get("prompts")
+        many = "" if problems is None else f"{problems:.0f} "
+        console.print(evaluation_table(f"{title}: {many}held-out problems", found))
+
+
 def print_summary(summary: Summary, title: str, folder: Path, console: Console) -> None:
     """Before and after, where the time went, and where everything is."""
-    if summary.before or summary.after:
-        table = Table(title=f"{title}: held-out problems", title_justify="left")
-        for column in ("", *(["before"] if summary.before else []), *(["after"] if summary.after else [])):
-            table.add_column(column, justify="right" if column else "left")
-        evaluations = [e for e in (summary.before, summary.after) if e]
-        for name in dict.fromkeys(name for e in evaluations for name in e):
-            table.add_row(name, *(f"{e[name]:.3f}" if name in e else "-" for e in evaluations))
-        console.print(table)
+    print_evaluations(summary, title, console)
     total = summary.phase_seconds.get("total", 0.0)
     shares = [
         f"{phase} {100 * value / total:.1f}%"

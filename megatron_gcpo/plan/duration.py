@@ -6,13 +6,13 @@ Every line of ``Arithmetic`` is a product that a reader can check by hand; ``--e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_gcpo.cluster.grid import expert_tensor_parallel_size, num_replicas, replica_size, world_size
 from megatron_gcpo.config.records import ClusterConfig, Config
 from megatron_gcpo.plan.hardware import GPUS_PER_NODE, Efficiency, Gpu
-from megatron_gcpo.plan.memory import Workload
+from megatron_gcpo.plan.memory import Workload, num_micro_batches
 from megatron_gcpo.plan.parameters import StageParameters
 from megatron_gcpo.plan.shape import Shape
 
@@ -38,11 +38,11 @@ class Duration:
 def forward_flops_per_token(shape: Shape, mean_context: float) -> tuple[float, float]:
     """(dense, expert) FLOP of a forward pass for one token: two per weight it meets, plus attention over its past.
 
-    ``mean_context``: tokens attended to, on average: half of a causal sequence. Scores and their sum take 4 x query
-    width x context (arXiv 2001.08361, section 2.1, with the causal half counted once).
+    ``mean_context``: tokens attended to, on average: half of a causal sequence. Scores and their sum take 2 x (query +
+    value width) x context (arXiv 2001.08361, section 2.1, with the causal half counted once).
     """
     moe, dense_layers = shape.num_moe_layers, shape.num_layers - shape.num_moe_layers
-    attention = shape.num_layers * (2 * shape.attention_weights + 4 * shape.query * mean_context)
+    attention = shape.num_layers * (2 * shape.attention_weights + 2 * (shape.query + shape.value) * mean_context)
     dense = attention + 2 * shape.dense_weights * dense_layers + 2 * shape.hidden * shape.vocab
     return dense, 2 * shape.active_expert_weights * moe
 
@@ -68,7 +68,8 @@ def duration(
     generate, generate_lines = _generate(config, cluster, shape, work, gpu, efficiency, kv_cache_bytes)
     dense, expert = forward_flops_per_token(shape, (work.prompt_tokens + work.new_tokens) / 2)
     forward_s = work.tokens * (dense / efficiency.train + expert / efficiency.experts) / (gpu.flops * ranks)
-    bubble = _bubble(cluster, work)
+    uneven = _imbalance(shape, stages, dense, expert)
+    bubble = uneven * (1 + idle_share(cluster, work))
     passes = 3 + (config.model.megatron.get("recompute_granularity") == "full")
     extra = int(old_logprobs) + int(work.has_reference)
     push, push_line = _push(config, cluster, stages, work, gpu, efficiency)
@@ -86,7 +87,7 @@ def duration(
         f"({num_replicas(cluster)} GPUs x {gpu.flops:.3g} x 0.1) = {embed:.2f} s (at most: only correct answers, once each)",
         f"forward: {work.tokens} tokens x ({dense:.4g} dense / {efficiency.train} + {expert:.4g} expert / "
         f"{efficiency.experts}) FLOP / ({ranks} GPUs x {gpu.flops:.3g}) = {forward_s:.2f} s",
-        f"pipeline bubble: x {bubble:.3f}",
+        f"pipeline: x {uneven:.3f} for its slowest stage x {bubble / uneven:.3f} for its bubble",
         f"logprobs: {extra} forward passes = {phases['logprobs']:.2f} s",
         f"update: {passes} forward passes' worth (backward 2{', recomputation 1' if passes == 4 else ''}) = "
         f"{phases['update']:.2f} s",
@@ -107,11 +108,12 @@ def _generate(
     """All sequences in waves that fit the KV cache; a step reads the weights and the cache once."""
     engines = num_replicas(cluster)
     sequences = math.ceil(work.sequences / engines)
-    per_sequence = shape.kv_bytes_per_token * (work.prompt_tokens + work.new_tokens) / work.engine_tp
+    per_token = shape.kv_bytes_per_token(work.engine_tp)
+    per_sequence = per_token * (work.prompt_tokens + work.new_tokens)
     at_once = max(1, min(sequences, int(kv_cache_bytes // per_sequence)))
     waves = math.ceil(sequences / at_once)
-    weights = _weights_read(shape, at_once) / work.engine_tp
-    cache = at_once * shape.kv_bytes_per_token * (work.prompt_tokens + work.new_tokens / 2) / work.engine_tp
+    weights = _weights_read(shape, at_once, work) / work.engine_tp
+    cache = at_once * per_token * (work.prompt_tokens + work.new_tokens / 2)
     step_s = (weights + cache) / (gpu.memory_bandwidth * efficiency.decode) + DECODE_STEP_OVERHEAD_S
     dense, expert = forward_flops_per_token(shape, work.prompt_tokens / 2)
     # each distinct prompt is read once: the samples of its group share the prefix
@@ -127,25 +129,37 @@ def _generate(
     ]
 
 
-def _weights_read(shape: Shape, batch: int) -> float:
-    """bf16 bytes a decoding step reads: all dense weights, and of the experts those that some row is routed to.
+def _weights_read(shape: Shape, batch: int, work: Workload) -> float:
+    """Bytes a decoding step reads: all dense weights, and of the experts those that some row is routed to.
 
     With uniform routing an expert is missed by a row with probability 1 - k / E, by the batch with its power (derived).
     """
     dense_layers = shape.num_layers - shape.num_moe_layers
-    dense = shape.attention_weights * shape.num_layers + shape.dense_weights * dense_layers + shape.hidden * shape.vocab
+    head = work.engine_bytes * shape.hidden * shape.vocab
+    dense = shape.attention_weights * shape.num_layers + shape.dense_weights * dense_layers
     if not shape.num_experts:
-        return 2 * dense
+        return work.engine_matrix_bytes * dense + head
     met = 1 - (1 - shape.experts_per_token / shape.num_experts) ** batch
     width = shape.num_experts * shape.expert_ffn * met + shape.shared_ffn
-    return 2 * (dense + (3 if shape.gated else 2) * shape.hidden * width * shape.num_moe_layers)
+    experts = (3 if shape.gated else 2) * shape.hidden * width * shape.num_moe_layers
+    return work.engine_matrix_bytes * (dense + experts) + head
 
 
-def _bubble(cluster: ClusterConfig, work: Workload) -> float:
-    """1 + idle share of a pipeline: (stages - 1) / (micro-batches x virtual stages) (arXiv 2104.04473)."""
+def idle_share(cluster: ClusterConfig, work: Workload) -> float:
+    """Of a pipeline: (stages - 1) / (micro-batches x virtual stages) (arXiv 2104.04473)."""
     pp, vpp = cluster.pipeline_model_parallel_size, cluster.virtual_pipeline_model_parallel_size or 1
-    tokens = work.tokens / work.mini_batches / num_replicas(cluster)
-    return 1 + (pp - 1) / (max(1, math.ceil(tokens / work.micro_batch_tokens)) * vpp)
+    return (pp - 1) / (num_micro_batches(cluster, work) * vpp)
+
+
+def _imbalance(shape: Shape, stages: Sequence[StageParameters], dense: float, expert: float) -> float:
+    """FLOP of the slowest stage over those of the mean one; the output layer is the last stage's (derived)."""
+    head = 2 * shape.hidden * shape.vocab
+    of_moe = expert / max(shape.num_moe_layers, 1)
+    ffn = 2 * shape.dense_weights
+    attention = (dense - head - ffn * (shape.num_layers - shape.num_moe_layers)) / shape.num_layers
+    flops = [s.layers * attention + (s.layers - s.moe_layers) * ffn + s.moe_layers * of_moe for s in stages]
+    flops[-1] += head
+    return max(flops) * len(flops) / sum(flops)
 
 
 def _push(
@@ -156,10 +170,14 @@ def _push(
     gpu: Gpu,
     efficiency: Efficiency,
 ) -> tuple[float, str]:
-    """Every engine rank receives its share of the model; sharded pushes move no byte twice."""
-    experts = expert_tensor_parallel_size(cluster) * cluster.expert_model_parallel_size
-    elements = sum(s.dense * cluster.tensor_model_parallel_size + s.expert * experts for s in stages)
-    model_bytes = work.element_bytes * elements
+    """Every engine rank receives its share of the model, or the adapters alone; sharded pushes move no byte twice."""
+    tp, experts = cluster.tensor_model_parallel_size, expert_tensor_parallel_size(cluster)
+    experts *= cluster.expert_model_parallel_size
+    if config.rollout.vllm.lora:
+        elements = sum(s.trained_dense * tp + s.trained_expert * experts for s in stages)
+    else:
+        elements = sum(s.dense * tp + s.expert * experts for s in stages)
+    model_bytes = min(work.element_bytes, work.engine_matrix_bytes) * elements
     received = model_bytes / work.engine_tp
     inside = config.rollout.engine != "vllm_server" and replica_size(cluster) <= GPUS_PER_NODE
     bandwidth = (gpu.link_bandwidth if inside else gpu.network_bandwidth) * efficiency.copy

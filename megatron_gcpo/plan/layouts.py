@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from megatron_gcpo.cluster.grid import num_replicas, replica_size, validate
 from megatron_gcpo.config.records import ClusterConfig, Config
 from megatron_gcpo.plan.duration import Duration, duration
-from megatron_gcpo.plan.hardware import GPUS_PER_NODE, Efficiency, Gpu
+from megatron_gcpo.plan.hardware import GIB, GPUS_PER_NODE, Efficiency, Gpu
 from megatron_gcpo.plan.memory import Memory, Workload, memory
 from megatron_gcpo.plan.parameters import StageParameters
 from megatron_gcpo.plan.shape import Shape
+from megatron_gcpo.policy.hf_config import PLACES_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +26,37 @@ class Plan:
     room: float
     """Bytes a rank may use."""
 
+    least_cache: float
+    """Bytes of KV cache without which the engine does not start: one sequence of the greatest length."""
+    is_own: bool
+    """The recipe's own layout, engine included."""
+
     @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.room and self.memory.kinds["KV cache"] > 0
+        return self.needed <= self.room and self.memory.kinds["KV cache"] >= self.least_cache
+
+    @property
+    def needed(self) -> float:
+        """Bytes of the fullest phase with the smallest KV cache."""
+        kinds = {**self.memory.kinds, "KV cache": self.least_cache}
+        return replace(self.memory, kinds=kinds).peak
+
+    @property
+    def shortage(self) -> str:
+        """What does not fit."""
+        if self.needed > self.room:
+            return f"{self.needed / GIB:.1f} GiB are needed, {self.room / GIB:.1f} are there"
+        cache, least = self.memory.kinds["KV cache"] / GIB, self.least_cache / GIB
+        return (
+            f"rollout.vllm.gpu_memory_utilization leaves a KV cache of {cache:.1f} GiB, one sequence needs {least:.1f}"
+        )
 
     @property
     def name(self) -> str:
         c = self.cluster
         parts = [f"TP{c.tensor_model_parallel_size}", f"PP{c.pipeline_model_parallel_size}"]
+        vpp = c.virtual_pipeline_model_parallel_size
+        parts += [f"VPP{vpp}"] if vpp else []
         parts += [f"EP{c.expert_model_parallel_size}"] if c.expert_model_parallel_size > 1 else []
         return " ".join([*parts, f"DP{num_replicas(c)}, engine TP{self.engine_tp}"])
 
@@ -40,11 +64,14 @@ class Plan:
 def legal_layouts(config: Config, shape: Shape, num_gpus: int) -> Iterator[ClusterConfig]:
     """Tensor parallelism inside a node, pipeline stages of equal depth, experts spread over the ranks of a stage.
 
-    Sequence parallelism whenever tensors are cut; experts whole (their tensor-parallel size is 1). Context parallelism
-    is not offered: the trainer does not run it.
+    Sequence parallelism whenever tensors are cut; experts whole (their tensor-parallel size is 1). A recipe that places
+    its layers itself (num_layers_in_first_pipeline_stage, ...) keeps its number of stages. Not offered: context
+    parallelism, which the trainer refuses, and more tensor-parallel ranks than key-value heads.
     """
+    placed = bool(PLACES_LAYERS & config.model.megatron.keys())
     tps = [n for n in (1, 2, 4, 8) if n <= min(GPUS_PER_NODE, num_gpus)]
-    pps = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0 and num_gpus % n == 0]
+    depths = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
+    pps = [n for n in ([config.cluster.pipeline_model_parallel_size] if placed else depths) if num_gpus % n == 0]
     eps = [n for n in range(1, shape.num_experts + 1) if shape.num_experts % n == 0] if shape.num_experts else [1]
     for tp in tps:
         for pp in pps:
@@ -70,25 +97,29 @@ def legal_layouts(config: Config, shape: Shape, num_gpus: int) -> Iterator[Clust
                         cluster,
                         num_attention_heads=shape.heads,
                         num_kv_heads=shape.kv_heads,
-                        num_layers=shape.num_layers,
+                        num_layers=None if placed else shape.num_layers,
                         num_experts=shape.num_experts,
                         ffn_hidden_size=shape.ffn,
                         prompts_per_step=config.rollout.prompts_per_step,
                     )
                 except ValueError:
                     continue
-                if shape.kv_heads % tp == 0:  # what the trainer accepts
+                if shape.kv_heads % tp == 0:
                     yield cluster
 
 
-def rough_bytes(config: Config, cluster: ClusterConfig, shape: Shape, parameters: tuple[int, int]) -> float:
-    """A lower bound of a rank's weights, gradients and optimizer state, to spare models that cannot fit from being built.
+def rough_bytes(config: Config, cluster: ClusterConfig, whole: StageParameters) -> float:
+    """A lower bound of a rank's weights and gradients, to spare models that cannot fit from being built.
 
-    parameters: (dense, expert) elements of the whole model.
+    whole: the model uncut.
     """
-    pp, tp = cluster.pipeline_model_parallel_size, cluster.tensor_model_parallel_size
-    dense, expert = parameters[0] / (tp * pp), parameters[1] / (cluster.expert_model_parallel_size * pp)
-    return (dense + expert) * ((2 if config.model.dtype == "bf16" else 4) + 4)
+    pp, tp, ep = (
+        cluster.pipeline_model_parallel_size,
+        cluster.tensor_model_parallel_size,
+        cluster.expert_model_parallel_size,
+    )
+    weights = (whole.dense / tp + whole.expert / ep) * (2 if config.model.dtype == "bf16" else 4)
+    return (weights + 2 * (whole.trained_dense / tp + whole.trained_expert / ep)) / pp
 
 
 def make_plans(
@@ -108,8 +139,25 @@ def make_plans(
         sized = replace(work, engine_tp=engine_tp)
         used = memory(config, cluster, shape, stages, sized)
         room = gpu.memory_bytes * (1 - efficiency.reserve)
-        free = room - (used.kinds["engine weights"] if served else used.phase_bytes()["generate"])
-        cache = max(0.0, min(free, gpu.memory_bytes * config.rollout.vllm.gpu_memory_utilization))
+        weights = used.kinds["engine weights"]
+        # what is left beside everything else in the phases in which the cache exists
+        others = [size for phase, size in used.phase_bytes().items() if "KV cache" in used.phases[phase]]
+        free = room - (weights if served else max(others))
+        allowed = gpu.memory_bytes * config.rollout.vllm.gpu_memory_utilization - weights
+        cache = max(0.0, min(free, allowed))
         kinds = {**used.kinds, "KV cache": cache}
         spent = duration(config, cluster, shape, stages, sized, gpu, efficiency, cache, old_logprobs)
-        yield Plan(cluster=cluster, engine_tp=engine_tp, memory=replace(used, kinds=kinds), duration=spent, room=room)
+        yield Plan(
+            cluster=cluster,
+            engine_tp=engine_tp,
+            memory=replace(used, kinds=kinds),
+            duration=spent,
+            room=room,
+            least_cache=shape.kv_bytes_per_token(engine_tp) * work.longest,
+            is_own=cluster == own_cluster(config) and engine_tp == config.rollout.vllm.tensor_parallel_size,
+        )
+
+
+def own_cluster(config: Config) -> ClusterConfig:
+    """The recipe's layout as ``legal_layouts`` would say it."""
+    return config.cluster.model_copy(update={"platform": "auto"})

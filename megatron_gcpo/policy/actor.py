@@ -50,13 +50,15 @@ class Actor(Scorer):
         self.num_skipped = 0
         """Updates refused since the run began because the loss or the gradient was not finite."""
 
-    def update(self, batch: TokenBatch, token_loss: TokenLoss) -> UpdateStats:
+    def update(self, batch: TokenBatch, token_loss: TokenLoss, *, entropies: bool = False) -> UpdateStats:
         """One optimizer step on sum over replicas of sum(batch.weights_T * token_loss).
 
         Each replica passes its own batch with weights_T (policy.scale); its size may differ, or be zero. Without a finite
         loss and gradient nothing changes but ``num_skipped``, and the learning-rate schedule does not advance. Nor does
         anything change when no replica has a token to train (every group filtered out): momentum and weight decay
         alone are no update. That is no skipped step: its loss and gradient are 0.
+
+        entropies: whether the result tells the entropy at every token, which this pass knows anyway.
         """
         assert batch.weights_T is not None, "got a batch without weights_T, expected policy.scale.weights to have run"
         micro = self._micro_batches(batch)
@@ -65,10 +67,13 @@ class Actor(Scorer):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         factor = scale.loss_factor(len(micro), self.topology.dp_size, self.topology.cp_size)
+        seen: list[torch.Tensor] = []
 
         def report(part: pack.MicroBatch, stats: TokenStats) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             assert part.batch.weights_T is not None
             loss_T, values = token_loss(stats, part.batch)
+            if entropies:
+                seen.append(stats.entropy_T.detach()[None])
             loss = (part.batch.weights_T * loss_T).sum()
             if not loss.requires_grad:
                 # Every stage waits for a gradient, also of a micro-batch that has none.
@@ -93,6 +98,7 @@ class Actor(Scorer):
             learning_rate=float(rate),
             metrics={name: value / max(num_tokens, 1.0) for name, value in zip(names, sums, strict=True)} | routing,
             useful_token_share=num_real / num_computed,
+            entropy_T=self._on_all_stages(micro, seen, 1, len(batch.tokens_T))[0] if entropies else None,
         )
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 
+from megatron_gcpo.cluster import grid
 from megatron_gcpo.config.records import ClusterConfig, ModelConfig
 from megatron_gcpo.names import nearest
 
@@ -23,6 +25,9 @@ PLACES_LAYERS = {
     "pipeline_model_parallel_layout",
 }
 """Options of model.megatron with which stages need not be equal; Megatron-Core checks them."""
+
+UNREADABLE = (OSError, KeyError, TypeError, ValueError, StrictDataclassError)
+"""What transformers raises for a config that is missing, is no JSON, or has a field of the wrong type."""
 
 
 def complete_model(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
@@ -43,8 +48,9 @@ def read_hf_config(model: ModelConfig) -> PretrainedConfig:
     if model.path is not None:
         try:
             return AutoConfig.from_pretrained(model.path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"model.path {model.path}: no Hugging Face config can be read there ({error})") from error
+        except UNREADABLE as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"model.path {model.path}: no Hugging Face config can be read there ({why})") from error
     assert model.hf_config is not None, "got neither model.path nor model.hf_config, expected one"
     values = dict(model.hf_config)
     model_type = values.pop("model_type", None)
@@ -53,8 +59,10 @@ def read_hf_config(model: ModelConfig) -> PretrainedConfig:
         raise ValueError(f"model.hf_config.model_type {model_type!r} is no model of transformers: did you mean {near}?")
     try:
         return AutoConfig.for_model(model_type, **values)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"model.hf_config is not a valid {model_type} config: {error}") from error
+    except UNREADABLE as error:
+        raise ValueError(
+            f"model.hf_config is not a valid {model_type} config: {' '.join(str(error).split())}"
+        ) from error
 
 
 def count_experts(hf_config: PretrainedConfig) -> int:
@@ -70,31 +78,15 @@ def check_layout(
 
     megatron: model.megatron, whose options may place layers unevenly.
     """
-    tp, pp = cluster.tensor_model_parallel_size, cluster.pipeline_model_parallel_size
-    stages = pp * (cluster.virtual_pipeline_model_parallel_size or 1)
-    heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
-    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    shared = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if tp not in shared:
-        raise ValueError(
-            f"cluster.tensor_model_parallel_size {tp} does not divide the model's {heads} attention heads and "
-            f"{kv_heads} key-value heads: use one of {shared}"
-        )
-    if layers % stages and not PLACES_LAYERS & (megatron or {}).keys():
-        works = [n for n in range(1, layers + 1) if layers % n == 0]
-        raise ValueError(
-            f"{layers} layers cannot be cut into {stages} equal stages (cluster.pipeline_model_parallel_size x "
-            f"virtual_pipeline_model_parallel_size): their product must be one of {works}"
-        )
-    experts, ep = count_experts(hf_config), cluster.expert_model_parallel_size
-    if ep > 1 and (not experts or experts % ep):
-        works = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
-        raise ValueError(
-            f"cluster.expert_model_parallel_size {ep} does not divide the model's {experts} experts: use one of {works}"
-        )
-    if experts and tp > 1 and not cluster.sequence_parallel:
-        raise ValueError(
-            "a mixture of experts with cluster.tensor_model_parallel_size above 1 needs cluster.sequence_parallel=true"
-        )
+    config = hf_config.get_text_config()
+    experts = count_experts(config)
+    grid.validate(
+        cluster,
+        num_attention_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None),
+        num_layers=None if PLACES_LAYERS & (megatron or {}).keys() else config.num_hidden_layers,
+        num_experts=experts,
+        ffn_hidden_size=None if experts else config.intermediate_size,
+    )
     if cluster.context_parallel_size > 1:
         raise ValueError("cluster.context_parallel_size above 1 is not supported by the trainer yet: set it to 1")

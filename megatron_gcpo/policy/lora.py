@@ -53,10 +53,12 @@ def _check_targets(lora: LoraConfig, chunks: list[Any]) -> None:
         )
     experts = {name.rsplit(".", 1)[-1] for name in names if ".experts." in name} & set(lora.target_modules)
     if experts:
+        # Of experts that ranks share out, AutoBridge merges and exports the first rank's adapters for all.
         rest = [target for target in lora.target_modules if target not in experts]
         raise ValueError(
             f"model.lora.target_modules {', '.join(sorted(experts))}: adapters on the experts of a mixture are not "
-            f"supported; set it to [{', '.join(rest) or 'linear_qkv'}]"
+            "supported (megatron-bridge mixes up those of experts that ranks share out); set it to "
+            f"[{', '.join(rest) or 'linear_qkv'}]"
         )
 
 

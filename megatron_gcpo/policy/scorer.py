@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,12 +59,8 @@ class Scorer:
             reports = self._forward.run(
                 micro, report, forward_only=True, second_moments=second_moments, head_gram=head_gram
             )
-        values_KT = torch.zeros(len(names), len(batch.tokens_T), dtype=torch.float32, device=self.policy.device)
-        if self.topology.is_last_stage:
-            for k in range(len(names)):
-                values_KT[k] = pack.gather_tokens(micro, [values[k] for values in reports])
-        self._from_last_stage(values_KT)
-        return TokenStats(**dict(zip(names, values_KT.cpu(), strict=True)))
+        values_KT = self._on_all_stages(micro, reports, len(names), len(batch.tokens_T))
+        return TokenStats(**dict(zip(names, values_KT, strict=True)))
 
     def _micro_batches(self, batch: TokenBatch) -> list[pack.MicroBatch]:
         """This replica's micro-batches, as many as every other replica has, empty ones at the end."""
@@ -80,6 +77,17 @@ class Scorer:
             # Interleaved stages run micro-batches in rounds of the pipeline's length.
             count = -(-count // self.topology.pp_size) * self.topology.pp_size
         return pack.micro_batches(batch, **limits, rows="one" if self.policy.packs_thd else "many", count=count)
+
+    def _on_all_stages(
+        self, micro: Sequence[pack.MicroBatch], values: Sequence[torch.Tensor], num_values: int, num_tokens: int
+    ) -> torch.Tensor:
+        """[K, T] float32 on the CPU of every rank of the replica, from the last stage's [K, T'] of each micro-batch."""
+        values_KT = torch.zeros(num_values, num_tokens, dtype=torch.float32, device=self.policy.device)
+        if self.topology.is_last_stage:
+            for k in range(num_values):
+                values_KT[k] = pack.gather_tokens(micro, [part[k] for part in values])
+        self._from_last_stage(values_KT)
+        return values_KT.cpu()
 
     def _from_last_stage(self, values: torch.Tensor) -> None:
         """Overwrite on all pipeline stages what the last one has."""

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_gcpo.embed.span import Span, embedded_span
-from megatron_gcpo.observe.history import History, read_history, read_rollouts
+from megatron_gcpo.evaluate.intervals import finite
+from megatron_gcpo.observe.history import GROUPED, History, group_bounds, read_history, read_rollouts
 from megatron_gcpo.observe.replay import Embeds
 from megatron_gcpo.observe.timers import PHASES
 
@@ -46,7 +47,7 @@ def run_payload(history: History, sampled: Sampled, encoder: Embeds | None, span
         "step": history.step,
         "steps": history.steps,
         "finished": history.finished,
-        "method": (history.config.get("method") or {}).get("name", "?"),
+        "method": history.method,
         "skipped": [*history.skipped, *skipped],
         "series": _series(history),
         "phases": [*PHASES, "other"],
@@ -77,24 +78,34 @@ def _groups(history: History, sampled: Sampled) -> tuple[list[dict[str, Any]], s
     steps = sorted({file.step for file in history.rollout_files})
     if not steps:
         return [], "no rollouts were saved", ()
-    places = np.unique(np.linspace(0, len(steps) - 1, min(sampled.steps, len(steps))).round().astype(int))
+    places = _spread(len(steps), sampled.steps)
     chosen = {steps[i] for i in places}
-    table, skipped = read_rollouts([file for file in history.rollout_files if file.step in chosen])
-    groups: list[dict[str, Any]] = []
-    counts: dict[int, int] = {}
-    for begin, end in _bounds(table):
-        step = table["step"][begin].as_py()
-        counts[step] = counts.get(step, 0) + 1
-        if counts[step] <= sampled.prompts:
-            groups.append(_group(table.slice(begin, end - begin).to_pylist()))
-    total = sum(counts.values())
-    said = f"{len(groups)} of the {total} groups of {len(chosen)} of {len(steps)} saved steps"
+    files = [file for file in history.rollout_files if file.step in chosen]
+    replicas = max(file.replica for file in files) + 1
+    totals: list[int] = []
+
+    def keep(table: pa.Table) -> pa.Table:
+        bounds = group_bounds(table)
+        totals.append(len(bounds))
+        rows = [row for i in _spread(len(bounds), -(-sampled.prompts // replicas)) for row in range(*bounds[i])]
+        return table.take(pa.array(rows, pa.int64()))
+
+    table, skipped = read_rollouts(files, keep=keep, needed=(*GROUPED, "text", "reward"))
+    by_step: dict[int, list[tuple[int, int]]] = {}
+    for begin, end in group_bounds(table):
+        by_step.setdefault(table["step"][begin].as_py(), []).append((begin, end))
+    groups = [
+        _group(table.slice(begin, end - begin).to_pylist())
+        for bounds in by_step.values()
+        for begin, end in (bounds[i] for i in _spread(len(bounds), sampled.prompts))
+    ]
+    said = f"{len(groups)} of the {sum(totals)} groups of {len(by_step)} of {len(steps)} saved steps"
     return groups, said, skipped
 
 
-def _bounds(table: pa.Table) -> list[tuple[int, int]]:
-    starts = np.flatnonzero(table["sample"].to_numpy() == 0).tolist()
-    return list(zip(starts, [*starts[1:], len(table)], strict=True))
+def _spread(total: int, wanted: int) -> list[int]:
+    """Up to ``wanted`` indices below ``total``, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, total - 1, min(wanted, total)).round().astype(int)).tolist()
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -118,10 +129,17 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "length": len(row["token_ids"] or ()),
                 "ids": [int(i) for i in row["token_ids"] or ()],
                 "logprobs": [_short(x) for x in row["logprobs"] or ()],
+                "entropies": _shorts(row["entropies"]),
+                "token_advantages": _shorts(row["token_advantages"]),
+                "versions": None if len(set(versions := row["versions"] or ())) < 2 else list(versions),
             }
             for row in rows
         ],
     }
+
+
+def _shorts(values: Sequence[float | None] | None) -> list[float | None] | None:
+    return None if values is None else [_short(value) for value in values]
 
 
 def _short(value: float | None) -> float | None:
@@ -179,4 +197,4 @@ def _replay(path: Path) -> list[dict[str, Any]] | None:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return rows if isinstance(rows, list) else None
+    return finite(rows) if isinstance(rows, list) else None

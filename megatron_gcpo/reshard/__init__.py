@@ -1,12 +1,13 @@
 """Weights from the training layout to the rollout engine, and the proof that they arrived.
 
-``Pusher`` gives a trainer's policy to an engine, in one of two modes:
+``Pusher`` gives a trainer's policy to an engine, in one of three modes:
 
 - *sharded*: source.py reads off the bridge which boxes of which Hugging Face tensors each rank holds, the engine's workers
   tell which boxes they take (rollout.vllm.trace), plan.py joins the two, and sharded.py moves each needed byte once;
-- *full*: whole tensors, one after the other (gather.py, deliver.py), where either side is more than boxes.
+- *full*: whole tensors, one after the other (gather.py, deliver.py), where either side is more than boxes;
+- *adapters*: those alone, whole, upon weights that came once (push_adapters.py), where the engine computes adapters.
 
-Both fill buckets (channel.py, transport/) that endpoint.py and receiver.py take at the other end, and an engine may serve
+All fill buckets (channel.py, transport/) that endpoint.py and receiver.py take at the other end, and an engine may serve
 only when the fingerprints of both ends agree; verified.py then lets both sides score the same tokens.
 
 An engine whose weights live in vLLM workers offers ``control`` (rollout.engine.WeightControl), whose ``rpc`` calls the

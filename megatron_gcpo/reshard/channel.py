@@ -109,10 +109,15 @@ class Channel:
         described = self.control.rpc("gcpo_describe")
         return all(w["connection"] == self.connection for w in described) and len(described) == len(self.workers)
 
-    def begin(self, *, whole: bool) -> None:
-        """Start a push; what broke off before is cleared away."""
+    def begin(self, *, whole: bool, upon: str | None = None) -> None:
+        """Start a push; what broke off before is cleared away.
+
+        upon: the weights that stay, below the adapters that this push brings (adapters.AdapterPush.base); None: all
+            weights come anew.
+        """
         self._push, self._num_sent = uuid.uuid4().hex, 0
-        self.control.rpc("gcpo_begin", {"push": self._push, "whole": whole, "verify": self.verify})
+        kept = {} if upon is None else {"upon": upon}
+        self.control.rpc("gcpo_begin", {"push": self._push, "whole": whole, "verify": self.verify, **kept})
         self.control.start_weight_update()
 
     def free_slot(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from megatron_gcpo.config.records import PushConfig
 from megatron_gcpo.reshard import boxes
+from megatron_gcpo.reshard.adapters import AdapterPush, split
 from megatron_gcpo.reshard.boxes import Box
 from megatron_gcpo.reshard.channel import Channel
 from megatron_gcpo.reshard.cuts import aligned, capacity, cut
@@ -31,6 +32,7 @@ def deliver(
     push: PushConfig | None = None,
     device: torch.device | None = None,
     folder: Path | None = None,
+    adapters: AdapterPush | None = None,
 ) -> PushStats:
     """Give all workers a complete set of weights; they hold it as this version when this returns.
 
@@ -39,6 +41,7 @@ def deliver(
         push: buckets, transport, fingerprints; its mode does not matter here.
         device: where the buckets lie; default: CPU.
         folder: for transport file.
+        adapters: among ``weights`` are adapters, or they are nothing else; None: no adapter is in force afterwards.
 
     Raises:
         ValueError: a tensor is repeated or missing, or not what was sent, or a worker failed. The workers have been
@@ -57,21 +60,25 @@ def deliver(
         stream = _Stream(channel=channel, bucket_bytes=capacity(push.bucket_bytes))
         try:
             channel.outlet.connected()
-            channel.begin(whole=True)
+            channel.begin(whole=True, upon=adapters.base if adapters is not None and adapters.alone else None)
             try:
                 for name, tensor in weights:
                     stream.add(name, tensor)
                 stream.flush()
                 channel.compare(dict.fromkeys(channel.workers, stream.marks))
-                _require_all_fed(control, stream.tensors)
+                if adapters is None or not adapters.alone:
+                    _require_all_fed(control, split(stream.tensors)[0])
                 control.finish_weight_update(version)
+                if adapters is not None:  # after the end of the update, with which vLLM drops all adapters
+                    adopted = {"base": adapters.base, "rank": adapters.rank, "alpha": adapters.alpha}
+                    control.rpc("gcpo_adopt", adopted)
             except BaseException:
                 channel.abandon()
                 raise
         finally:
             channel.close()
     return PushStats(
-        mode="full",
+        mode="full" if adapters is None or not adapters.alone else "adapters",
         transport=channel.transport,
         num_tensors=len(stream.tensors),
         num_bytes=stream.num_bytes * len(channel.workers),

@@ -8,16 +8,24 @@ one tensor at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from megatron_gcpo.reshard.stats import PushStats
 from megatron_gcpo.rollout.engine import RolloutEngine
 
+Load = Callable[[RolloutEngine, Iterable[tuple[str, torch.Tensor]], int | None], None]
+"""Gives an engine all of these tensors as this version, or raises ValueError and leaves it unfit."""
+
 
 def push(
-    export: Iterable[tuple[str, torch.Tensor]], engine: RolloutEngine | None, *, version: int | None = None
+    export: Iterable[tuple[str, torch.Tensor]],
+    engine: RolloutEngine | None,
+    *,
+    version: int | None = None,
+    load: Load | None = None,
+    mode: str = "full",
 ) -> PushStats:
     """Walk a collective export; the rank that holds the engine loads it and advances the engine's policy version.
 
@@ -25,6 +33,8 @@ def push(
         export: (Hugging Face name, full tensor), in the same order on every rank of the replica.
         engine: on the replica's leader; None on its peers, which only take part in the collectives.
         version: the policy version to serve as; None: one more than before.
+        load: what gives the engine the tensors; None: its ``load_weights``.
+        mode: that of the PushStats.
 
     Raises:
         ValueError: the engine did not get a complete set of weights; it refuses to serve. Raised on the leader after it
@@ -43,7 +53,10 @@ def push(
     num_workers = 1
     try:
         if engine is not None:
-            engine.load_weights(tensors, version=version)
+            if load is None:
+                engine.load_weights(tensors, version=version)
+            else:
+                load(engine, tensors, version)
             num_workers = 1 if engine.control is None else engine.control.num_workers
     except ValueError as error:
         raise ValueError(
@@ -54,7 +67,7 @@ def push(
         for _ in tensors:
             pass
     return PushStats(
-        mode="full",
+        mode=mode,
         transport="direct",
         num_tensors=counts[0],
         num_bytes=counts[1] * num_workers,

@@ -16,6 +16,7 @@ from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.reshard import sharded
 from megatron_gcpo.reshard.link import Link, gather_or_raise, make_link
 from megatron_gcpo.reshard.push import push
+from megatron_gcpo.reshard.push_adapters import push_adapters
 from megatron_gcpo.reshard.source import Unsliceable
 from megatron_gcpo.reshard.stats import Phases, PushStats
 from megatron_gcpo.rollout.engine import RolloutEngine
@@ -41,9 +42,15 @@ class Trained(Protocol):
 class Pusher:
     """Gives the policy of a trainer to the engine of its replica; all methods but ``close`` are collective over all ranks."""
 
-    def __init__(self, trained: Trained, topology: Topology, config: PushConfig, folder: Path) -> None:
-        """folder: for transport file; all machines see it."""
+    def __init__(
+        self, trained: Trained, topology: Topology, config: PushConfig, folder: Path, *, adapters_alone: bool = False
+    ) -> None:
+        """
+        folder: for transport file; all machines see it.
+        adapters_alone: engines take adapters; the weights below go with the first push only.
+        """
         self.trained, self.topology, self.config, self.folder = trained, topology, config, folder
+        self.adapters_alone = adapters_alone
         self.why_full: str | None = None
         """Why pushes go in whole tensors although the configuration let us choose; None: they do not, so far."""
         self._link: Link | None = None
@@ -60,6 +67,8 @@ class Pusher:
                 complete push. Its peers return: they learn of it by the leader's end.
         """
         self.trained.gather_parameters()
+        if self.adapters_alone:
+            return push_adapters(self.trained.policy, self.topology, self.config, self.folder, engine, version)
         start_s, phases = time.monotonic(), Phases()
         try:
             link = None

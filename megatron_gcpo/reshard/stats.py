@@ -13,7 +13,7 @@ class PushStats:
     """One push, as seen by this rank."""
 
     mode: str
-    """sharded, full, or direct: copied into an engine that keeps its weights in the leader itself."""
+    """sharded; full; direct: copied into an engine that keeps its weights in the leader itself; adapters: those alone."""
     transport: str
     num_tensors: int
     num_bytes: int

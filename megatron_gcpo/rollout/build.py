@@ -7,7 +7,8 @@ from transformers import PretrainedConfig
 
 from megatron_gcpo.cluster.grid import num_replicas as num_replicas_of
 from megatron_gcpo.cluster.platform import Platform
-from megatron_gcpo.config.records import Config
+from megatron_gcpo.config.records import Config, LoraConfig
+from megatron_gcpo.methods import longest_sequences, resolve
 from megatron_gcpo.policy.options import DTYPES
 from megatron_gcpo.rollout.engine import RolloutEngine
 
@@ -51,6 +52,7 @@ def make_engine(
         cpu=cpu,
         threads=config.cluster.threads_per_process,
         devices=() if cpu else colocated_devices(config, torch.cuda.current_device(), torch.cuda.device_count()),
+        lora=pushed_alone(config),
     )
 
 
@@ -62,7 +64,14 @@ def check_engine(config: Config, hf_config: PretrainedConfig, *, cpu: bool) -> N
 
     capabilities.check_build(capabilities.installed(), cpu=cpu)
     dtype, longest = engine_dtype(config), max_positions(config)
-    capabilities.check_model(hf_config, config.rollout, dtype=dtype, max_positions=longest, cpu=cpu)
+    capabilities.check_model(
+        hf_config, config.rollout, dtype=dtype, max_positions=longest, cpu=cpu, lora=pushed_alone(config)
+    )
+
+
+def pushed_alone(config: Config) -> LoraConfig | None:
+    """The adapters that the engine computes beside its weights."""
+    return config.model.lora if config.rollout.vllm.lora else None
 
 
 def colocated_devices(config: Config, own: int, num_visible: int) -> tuple[int, ...]:
@@ -91,5 +100,7 @@ def engine_dtype(config: Config) -> str:
 
 
 def max_positions(config: Config) -> int:
-    """Tokens of the longest sequence of a vLLM engine, prompt and completion."""
-    return config.rollout.vllm.max_model_len or config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    """Tokens of the longest sequence of a vLLM engine: prompt and completion, or a whole conversation."""
+    if config.rollout.vllm.max_model_len is not None:
+        return config.rollout.vllm.max_model_len
+    return max(longest.tokens for longest in longest_sequences(*resolve(config.method), config))

@@ -14,6 +14,7 @@ import torch
 
 from megatron_gcpo.config.records import PushConfig
 from megatron_gcpo.reshard import deliver
+from megatron_gcpo.reshard.adapters import split
 from megatron_gcpo.reshard.boxes import Box
 from megatron_gcpo.reshard.endpoint import Endpoint
 from megatron_gcpo.reshard.fingerprint import dtype_name, dtype_named
@@ -50,10 +51,16 @@ class Worker:
     def __init__(self, rank: int, size: int, dtype: torch.dtype | None) -> None:
         self.rank, self.size, self.dtype = rank, size, dtype
         self.parameters: dict[str, torch.Tensor] = {}
+        self.base: str | None = None
+        self.arrived: dict[str, torch.Tensor] = {}
+        self.adopted: dict[str, torch.Tensor] = {}
+        self.scale = 0.0
         self.endpoint = Endpoint(self.load, torch.device("cpu"))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, weight in weights:
+        own, adapters = split(dict(weights))
+        self.arrived |= adapters
+        for name, weight in own.items():
             dim, start, length = share(name, weight.shape, self.rank, self.size)
             part = weight.narrow(dim, start, length)
             if name not in self.parameters:
@@ -74,8 +81,16 @@ class Worker:
     def gcpo_plan(self, tensors: list[Any], buckets: dict[str, Any]) -> None:
         self.endpoint.remember(tensors, buckets)
 
-    def gcpo_begin(self, push: str, whole: bool, verify: bool) -> None:
+    def gcpo_begin(self, push: str, whole: bool, verify: bool, upon: str | None = None) -> None:
+        assert upon in (None, self.base)
+        self.base, self.arrived, self.adopted = upon, {}, {}
         self.endpoint.begin(push, whole=whole, verify=verify)
+
+    def gcpo_adapters(self) -> dict[str, Any]:
+        return {"taken": True, "base": self.base, "adopted": bool(self.adopted)}
+
+    def gcpo_adopt(self, base: str, rank: int, alpha: int) -> None:
+        self.base, self.adopted, self.scale = base, self.arrived, alpha / rank
 
     def gcpo_report(self, push: str) -> dict[str, Any]:
         return self.endpoint.report(push)
@@ -90,7 +105,15 @@ class Worker:
         self.endpoint.take(push, bucket, message, tensors, pieces)
 
     def read(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.parameters.items()}
+        return {name: tensor + self.delta(name) for name, tensor in self.parameters.items()}
+
+    def delta(self, name: str) -> torch.Tensor | float:
+        """This rank's slice of what the adapter adds to a parameter."""
+        a, b = (self.adopted.get(f"{name.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
+        if a is None or b is None:
+            return 0.0
+        whole = self.scale * b @ a
+        return whole.narrow(*share(name, whole.shape, self.rank, self.size))
 
     def die(self) -> None:
         os._exit(9)

@@ -221,7 +221,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     initial = export(actor)
     stats = actor.logprobs(batch)
-    updates = [actor.update(batch, token_loss)]
+    updates = [actor.update(batch, token_loss, entropies=True)]
     before = export(actor)
     # None of these may leave a trace: the next update must be the oracle's second one.
     refused = actor.update(batch, not_finite_loss)
@@ -277,6 +277,9 @@ def test_actor_is_the_hugging_face_model(name: str, results: Results, oracles: d
         own_T = own_tokens(*got["replica"])
         for field in ("logprobs_T", "entropy_T"):
             torch.testing.assert_close(getattr(got["stats"], field), expected[field][own_T], rtol=1e-5, atol=2e-5)
+        first, second = (update.entropy_T for update in got["updates"])
+        torch.testing.assert_close(first, expected["entropy_T"][own_T], rtol=1e-5, atol=2e-5)
+        assert second is None, "nobody asked"
         for update, loss, norm, entropy in zip(
             got["updates"], expected["losses"], expected["grad_norms"], expected["entropy"], strict=True
         ):

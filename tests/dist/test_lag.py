@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -33,8 +34,9 @@ def work(recipe: str, folder: str) -> dict[str, Any]:
         # a run that ends with groups drawn, and others under way, that it will never train on
         return Background(*arguments, max_lag=max_lag, num_steps=num_steps + 50)
 
-    lag = f"rollout.max_policy_lag={MAX_LAG}"
-    seen = {"process": train(recipe, *TP2, lag, f"run.output_dir={folder}/process", f"run.steps={STEPS}")}
+    # with a pass of the old policy, whose corrections are constants of the batch; the row-local ones need none
+    lag = (f"rollout.max_policy_lag={MAX_LAG}", "train.old_logprobs=always")
+    seen = {"process": train(recipe, *TP2, *lag, f"run.output_dir={folder}/process", f"run.steps={STEPS}")}
     with mock.patch.object(runs, "make_engine", embedded):
         settings = ("rollout.max_policy_lag=1", "train.scheduler.lr_warmup_steps=1")
         resumed = (recipe, *PLAIN, *TP2, *settings, f"run.output_dir={folder}/resumed")
@@ -42,7 +44,7 @@ def work(recipe: str, folder: str) -> dict[str, Any]:
             train(*resumed, "run.steps=2", "correction.kind=geometric")
         seen["resumed"] = train(*resumed, f"run.steps={STEPS}", "correction.kind=ais")
         replicas = (f"run.output_dir={folder}/replicas", f"run.steps={STEPS}", "correction.kind=sequence_tis")
-        seen["replicas"] = train(recipe, *PLAIN, lag, *replicas, "method.name=dapo", "method.refill=1")
+        seen["replicas"] = train(recipe, *PLAIN, *lag, *replicas, "method.name=dapo", "method.refill=1")
     batches = {name: [update["batch"] for update in run.updates] for name, run in seen.items()}
     return {**batches, "losses": losses(recipe, batches["process"][1])}
 
@@ -127,6 +129,22 @@ def rollouts(folder: Path, run: str) -> dict[int, list[dict[str, Any]]]:
 def metrics(folder: Path, run: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "reward/mean" in row]
+
+
+@pytest.mark.parametrize("run", ["process", "resumed", "replicas"])
+def test_the_entropies_on_disk_are_those_of_the_policy_before_the_update(
+    batches: list[dict[str, Any]], folder: Path, run: str
+) -> None:
+    """From the old policy's pass, or (the first two steps of "resumed") the update's: they average to what it reported."""
+    reported = {row["step"]: row["train/entropy"] for row in metrics(folder, run)}
+    compared = 0
+    for step, rows in rollouts(folder, run).items():
+        assert all((row["entropies"] is None) != row["trained"] for row in rows)
+        trained = [row["entropies"] for row in rows if row["trained"]]
+        if trained:
+            assert np.concatenate(trained).mean() == pytest.approx(reported[step], rel=1e-5)
+            compared += 1
+    assert compared
 
 
 @pytest.mark.parametrize("run", ["process", "resumed", "replicas"])

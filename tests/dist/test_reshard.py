@@ -108,6 +108,37 @@ def test_adapters_are_merged_so_whole_tensors_go_and_the_reason_is_kept(tmp_path
     assert "adapters are merged" in why_full
 
 
+ALONE: dict[str, dict[str, Any]] = {
+    "pipeline to 2": {"model": TIED, "sizes": sizes(2, 2), "engine_tp": 2, "lora": {"rank": 4}},
+    "replicas, gloo": {
+        "model": LLAMA,
+        "sizes": sizes(2),
+        "engine_tp": 1,
+        "lora": {"rank": 2, "target_modules": ["linear_fc1", "linear_fc2"]},
+        "push": {"transport": "gloo"},
+    },
+    "above experts over replicas": {
+        "model": MOE,
+        "sizes": sizes(1, 2, expert_model_parallel_size=2),
+        "engine_tp": 2,
+        "lora": {"rank": 4, "target_modules": ["linear_qkv", "linear_proj"]},
+    },
+}
+
+
+def test_adapters_travel_alone_upon_weights_that_the_workers_hold(tmp_path: Path) -> None:
+    """The weights below go first, and again when the workers were started anew."""
+    arguments = {"cases": list(ALONE.values()), "folder": str(tmp_path / "files")}
+    ranks = run_ranks(reshard_ranks.__file__, "adapter_cases", 4, arguments, tmp_path)
+    for results in zip(*ranks, strict=True):
+        for pushes, _ in results:
+            assert [stats.mode for stats in pushes] == ["full", "adapters", "adapters", "full"]
+    for (pushes, model_bytes), case in zip(ranks[0], ALONE.values(), strict=True):
+        first, alone, again, last = (stats.num_bytes / case["engine_tp"] for stats in pushes)
+        assert first == last == model_bytes + alone
+        assert 0 < alone == again < model_bytes / 4
+
+
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_what_goes_wrong_is_caught_and_the_next_push_recovers(transport: str, tmp_path: Path) -> None:
     sizes_2 = {**sizes(2, 1), "processes_per_node": 2}

@@ -120,6 +120,9 @@ def test_a_resumed_run_samples_and_pays_the_same_rollouts(
         table = pq.read_table(file)
         assert table.equals(pq.read_table(runs_folder / "killed" / "rollouts" / file.name)), file.name
         rewards += table["reward"].to_pylist()
+        for row in table.to_pylist():
+            assert (row["entropies"] is not None) == row["trained"]
+            assert not row["trained"] or len(row["entropies"]) == len(row["token_ids"])
         for hashed in set(table["embedding_hash"].to_pylist()) - {None}:
             seen.setdefault(hashed, []).append(file.name)
     assert 0 < sum(rewards) < len(rewards)  # there was something to learn

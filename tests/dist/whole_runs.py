@@ -87,9 +87,9 @@ def watched() -> Iterator[Seen]:
     seen = Seen(updates=[], experiences=[], embeddings=[])
     update, collected, embed_groups = Actor.update, step.collect, collect.embed_groups
 
-    def record_update(actor: Actor, batch: Any, token_loss: Any) -> Any:
+    def record_update(actor: Actor, batch: Any, token_loss: Any, **options: Any) -> Any:
         weights = {name: tensor.clone() for name, tensor in actor.export()}
-        stats = update(actor, batch, token_loss)
+        stats = update(actor, batch, token_loss, **options)
         seen.updates.append({"weights": weights, "batch": batch, "stats": stats})
         return stats
 

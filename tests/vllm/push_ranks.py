@@ -62,6 +62,7 @@ def push_cases(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]
     cpu = platform.install("cpu")
     results = []
     for case in cases:
+        exported_on_leader.clear()
         actor, place = make_actor(case["family"], case["dtype"], case["sizes"], cpu)
         engine = None
         if place.is_leader:
@@ -81,7 +82,7 @@ def push_cases(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]
         if case.get("failures"):
             failures(actor, pusher, engine, kill=case["engine_tp"] > 1)
         pusher.close()
-        if engine is not None and case["engine_tp"] > 1:  # another ends with this process
+        if engine is not None:  # vLLM's groups must end before the trainer's
             engine.close()
         place.close()
         results.append({"pushes": pushes})

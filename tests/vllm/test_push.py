@@ -14,7 +14,7 @@ from tests.dist.harness import run_ranks
 from tests.vllm import push_ranks
 from tests.vllm.tiny import PROMPTS, of_tokens, true_logprobs
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 TP2_PP2 = {"processes_per_node": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 LIMITS = {"fp32": 1e-3, "bf16": 5e-2}
 
@@ -46,39 +46,47 @@ def assert_sharded(result: dict[str, Any]) -> None:
         assert stats.num_bytes == stats.minimal_bytes > 0
 
 
-def run(cases: list[dict[str, Any]], num_ranks: int, tmp_path: Path) -> list[dict[str, Any]]:
-    """The results of the leader of each case."""
-    ranks = run_ranks(push_ranks.__file__, "push_cases", num_ranks, {"cases": cases, "folder": str(tmp_path)}, tmp_path)
-    return ranks[0]
-
-
-DENSE: dict[str, list[dict[str, Any]]] = {
-    "tied, in the leader's process": [{"family": "tied", "dtype": "fp32", "engine_tp": 1, "failures": True}],
-    "untied, in the leader's process": [{"family": "untied", "dtype": "bf16", "engine_tp": 1}],
-    "biases, in the leader's process": [{"family": "qwen2", "dtype": "fp32", "engine_tp": 1}],
-    "beside it, on two ranks": [
-        {"family": "llama", "dtype": "fp32", "engine_tp": 2},  # untied
-        {"family": "tied", "dtype": "fp32", "engine_tp": 2, "failures": True},
-    ],
+DENSE: dict[str, dict[str, Any]] = {
+    "tied, in the leader's process": {"family": "tied", "dtype": "fp32", "engine_tp": 1, "failures": True},
+    "untied, in the leader's process": {"family": "untied", "dtype": "bf16", "engine_tp": 1},
+    "biases, in the leader's process": {"family": "qwen2", "dtype": "fp32", "engine_tp": 1},
+    "untied, beside it on two ranks": {"family": "llama", "dtype": "fp32", "engine_tp": 2},
+    "tied, beside it on two ranks": {"family": "tied", "dtype": "fp32", "engine_tp": 2, "failures": True},
+}
+DENSE = {name: {"sizes": TP2_PP2, **case} for name, case in DENSE.items()}
+APART = {"processes_per_node": 2, "expert_model_parallel_size": 2}
+INSIDE = {**APART, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "over replicas": {"family": "moe", "dtype": "fp32", "sizes": APART, "engine_tp": 1},
+    "over ranks": {"family": "moe", "dtype": "fp32", "sizes": INSIDE, "engine_tp": 2},
 }
 
 
-@pytest.mark.parametrize("cases", DENSE.values(), ids=DENSE)
-def test_dense_tp2_pp2(cases: list[dict[str, Any]], tmp_path: Path) -> None:
-    cases = [{"sizes": TP2_PP2, **case} for case in cases]
-    for case, result in zip(cases, run(cases, 4, tmp_path), strict=True):
-        assert_sharded(result)
-        assert_follows(result, case)
+def run(cases: dict[str, dict[str, Any]], num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of the leader of each case. All of them in the same processes, which import vLLM once."""
+    kwargs = {"cases": list(cases.values()), "folder": str(folder)}
+    ranks = run_ranks(push_ranks.__file__, "push_cases", num_ranks, kwargs, folder, timeout_s=380)
+    return dict(zip(cases, ranks[0], strict=True))
 
 
-APART = {"processes_per_node": 2, "expert_model_parallel_size": 2}
-INSIDE = {**APART, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run(DENSE, 4, tmp_path_factory.mktemp("dense"))
 
 
-@pytest.mark.parametrize(("sizes", "engine_tp"), [(APART, 1), (INSIDE, 2)], ids=["over replicas", "over ranks"])
-def test_experts_on_two_ranks(sizes: dict[str, Any], engine_tp: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run(EXPERTS, 2, tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_tp2_pp2(name: str, dense: dict[str, dict[str, Any]]) -> None:
+    assert_sharded(dense[name])
+    assert_follows(dense[name], DENSE[name])
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_on_two_ranks(name: str, experts: dict[str, dict[str, Any]]) -> None:
     """Over replicas, each with an engine of its own; over the tensor-parallel ranks of one."""
-    case = {"family": "moe", "dtype": "fp32", "sizes": sizes, "engine_tp": engine_tp}
-    [result] = run([case], 2, tmp_path)
-    assert_sharded(result)
-    assert_follows(result, case)
+    assert_sharded(experts[name])
+    assert_follows(experts[name], EXPERTS[name])

@@ -2,6 +2,14 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 
+/** What the reader looks at, in the address: a page that is loaded again shows the same. */
+const chosen = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+
+function remember(changes) {
+  Object.assign(chosen, changes);
+  history.replaceState(null, "", "#" + new URLSearchParams(chosen));
+}
+
 /** An element; strings become text nodes, so nothing a model wrote is ever markup. */
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -13,6 +21,11 @@ function make(tag, attributes, ...children) {
     if (child !== null && child !== undefined) element.append(child instanceof Node ? child : String(child));
   }
   return element;
+}
+
+function options(select, values, wanted, otherwise, text) {
+  select.replaceChildren(...values.map((value) => make("option", { value }, text(value))));
+  select.value = values.map(String).includes(String(wanted)) ? wanted : otherwise ?? "";
 }
 
 const number = (value, digits = 3) =>
@@ -54,8 +67,9 @@ function plot(title, traces, layout) {
   const box = make("div", { class: "plot", "data-title": title });
   byId("plots").append(box);
   Plotly.newPlot(box, traces, {
-    title: { text: title, font: { size: 13 } }, margin: { l: 48, r: 12, t: 34, b: 34 },
-    xaxis: { title: { text: "step", font: { size: 11 } } }, legend: { font: { size: 10 } }, ...layout,
+    title: { text: title, font: { size: 13 } }, margin: { l: 52, r: 12, t: 34, b: 44 },
+    xaxis: { title: { text: "step", font: { size: 11 }, standoff: 4 } }, yaxis: { exponentformat: "power" },
+    legend: { font: { size: 10 }, traceorder: "normal" }, ...layout,
   }, { displayModeBar: false, responsive: true });
 }
 
@@ -77,7 +91,7 @@ function drawCurves() {
       const [x, y] = run.series[`time/${p}_s`];
       return { x, y, name: p, stackgroup: "one", mode: "lines", line: { width: 0.5 } };
     });
-    if (traces.length) plot(`seconds of a step by phase: ${run.name}`, traces, {});
+    if (traces.length) plot(`seconds of a step by phase: ${run.name}`, traces, { legend: { font: { size: 10 }, traceorder: "reversed" } });
   }
 }
 
@@ -111,9 +125,10 @@ function drawReplay() {
 }
 
 const everyMetric = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.series)))].sort();
-byId("metric").append(make("option", { value: "" }, "none"), ...everyMetric.map((name) => make("option", { value: name }, name)));
-byId("metric").addEventListener("change", drawCurves);
-byId("bands").addEventListener("change", drawCurves);
+options(byId("metric"), ["", ...everyMetric], chosen.metric, "", (name) => name || "none");
+byId("bands").checked = chosen.bands !== "off";
+byId("metric").addEventListener("change", () => { remember({ metric: byId("metric").value }); drawCurves(); });
+byId("bands").addEventListener("change", () => { remember({ bands: byId("bands").checked ? "on" : "off" }); drawCurves(); });
 drawRuns();
 drawCurves();
 drawReplay();

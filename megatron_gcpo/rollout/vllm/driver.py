@@ -27,12 +27,14 @@ class Driver:
         require_fit: Callable[[], None],
         *,
         also_paused: bool = False,
+        adapter: Any = None,
     ) -> list[Any]:
         """vLLM's final output of each (prompt token ids, SamplingParams), in their order.
 
         Args:
             require_fit: raises ValueError when the engine may not serve; asked before every step.
             also_paused: take steps during a pause too.
+            adapter: vLLM's LoRARequest to answer with; None: the weights as they are.
 
         Raises:
             ValueError: the engine became unfit or failed; none of these requests is under way any more.
@@ -42,7 +44,8 @@ class Driver:
             with self._turn:
                 require_fit()
                 for name, (token_ids, params) in zip(names, requests, strict=True):
-                    self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+                    prompt = {"prompt_token_ids": list(token_ids)}
+                    self._engine.add_request(name, prompt, params, lora_request=adapter)
             while not all(name in self._answers for name in names):
                 with self._turn:
                     self._turn.wait_for(lambda: also_paused or not self._paused)

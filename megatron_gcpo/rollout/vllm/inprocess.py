@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from transformers import PretrainedConfig
 
-from megatron_gcpo.config.records import RolloutConfig
+from megatron_gcpo.config.records import LoraConfig, RolloutConfig
 from megatron_gcpo.reshard import deliver
 from megatron_gcpo.rollout.engine import Sample, SampleRequest, Sampling, WeightControl, check_fits
 from megatron_gcpo.rollout.vllm import arguments, capabilities, settings
+from megatron_gcpo.rollout.vllm.adapters import adapter_request
 from megatron_gcpo.rollout.vllm.driver import Driver
 from megatron_gcpo.rollout.vllm.isolation import (
     draw_apart,
@@ -80,6 +81,7 @@ class VllmEngine:
         cpu: whether this machine computes without CUDA.
         threads: OMP threads of each worker, on a CPU.
         devices: CUDA devices of the workers, as this process counts them; () on a CPU.
+        lora: the policy's adapters, when they are pushed beside its weights (reshard.push_adapters).
 
     Raises:
         ValueError: vLLM is not installed or not the right build or version, the model or the cache does not fit, or it
@@ -96,17 +98,21 @@ class VllmEngine:
         cpu: bool,
         threads: int = 1,
         devices: Sequence[int] = (),
+        lora: LoraConfig | None = None,
     ) -> None:
         start_s = time.monotonic()
         found = capabilities.installed()
         capabilities.check_build(found, cpu=cpu)
-        capabilities.check_model(hf_config, rollout, dtype=dtype, max_positions=max_positions, cpu=cpu)
+        capabilities.check_model(hf_config, rollout, dtype=dtype, max_positions=max_positions, cpu=cpu, lora=lora)
         settings.prepare_process(cpu=cpu, threads=threads)
         with quiet_start():
             capabilities.check_interface(found)
         self._rollout, self._max_positions, self._cpu = rollout, max_positions, cpu
         self._vocab_size = hf_config.get_text_config().vocab_size
-        self._llm = _start(hf_config, rollout, dtype=dtype, max_positions=max_positions, cpu=cpu, devices=devices)
+        self._llm = _start(
+            hf_config, rollout, dtype=dtype, max_positions=max_positions, cpu=cpu, devices=devices, lora=lora
+        )
+        self._takes_adapters, self._adapter = lora is not None, None
         self._driver = Driver(self._llm.llm_engine)
         tp = rollout.vllm.tensor_parallel_size
         self._control = LlmControl(self._llm, tp, rollout.vllm.request_timeout_s, self._begin_update)
@@ -207,6 +213,9 @@ class VllmEngine:
         with self._driver.between_steps():
             self._llm.update_weight_version(str(version))
             self._llm.reset_prefix_cache(reset_running_requests=True)
+            if self._takes_adapters:
+                adopted = all(worker["adopted"] for worker in self._control.rpc("gcpo_adapters"))
+                self._adapter = adapter_request() if adopted else None
             self._policy_version, self._unfit = version, None
 
     def pause(self) -> None:
@@ -226,6 +235,8 @@ class VllmEngine:
             if self._driver.under_way:
                 raise ValueError("the rollout engine cannot sleep while it has requests to finish")
             if level and not self._cpu:  # the CPU build keeps its memory
+                if level == 2:
+                    self._control.rpc("gcpo_forget_base")
                 self._llm.sleep(level=level)
                 self._cache_asleep = True
             if level == 2:
@@ -266,7 +277,7 @@ class VllmEngine:
     def _run(self, wanted: Sequence[tuple[Sequence[int], Any]], *, also_paused: bool = False) -> list[Any]:
         self._wake_cache()
         try:
-            return self._driver.run(wanted, self._require_fit, also_paused=also_paused)
+            return self._driver.run(wanted, self._require_fit, also_paused=also_paused, adapter=self._adapter)
         except ValueError:
             raise
         except Exception as error:  # a worker died, or vLLM gave up: nothing of its state can be trusted
@@ -293,6 +304,7 @@ def _start(
     max_positions: int,
     cpu: bool,
     devices: Sequence[int],
+    lora: LoraConfig | None,
 ) -> Any:
     from vllm import LLM
 
@@ -317,6 +329,7 @@ def _start(
             cpu=cpu,
             sleeps=rollout.vllm.sleep_level > 0,
             devices=devices,
+            lora=lora,
         )
         try:
             return LLM(**options)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +16,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from megatron_gcpo.cluster.supervise import noted_signals
+from megatron_gcpo.cluster.supervise import end_with_parent, noted_signals
 
 POLL_S = 0.25
 GRACE_S = 15.0
@@ -32,9 +30,6 @@ STABLE_S = 600.0
 FIRST_WAIT_S = 1.0
 """Before the first restart; twice as long before each further one."""
 LAST_LINES = 15
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-"""Loaded here, as little as possible is done between fork and exec."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +130,7 @@ class Keeper:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # with everything it starts it is one group, which Ctrl-C does not reach
-                preexec_fn=None if _LIBC is None else _end_with_parent,
+                preexec_fn=end_with_parent,
             )
         self._enter(server, "starting")
         self._say(server, f"starting on {command.url} (log: {command.log_path})")
@@ -213,12 +208,6 @@ def _kill_group(process: subprocess.Popen[Any]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when we die in whatever way, so that no server outlives its keeper."""
-    assert _LIBC is not None, "got another system, expected Linux"
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _describe_exit(code: int) -> str:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_gcpo.credit.tokens import demonstration_batch, probe_batch, rollout_batch
+from megatron_gcpo.credit.tokens import completions, demonstration_batch, probe_batch, rollout_batch
 from megatron_gcpo.types import Credit, Group, Prompt, Rollout
 
 LENGTHS = st.lists(  # per group: the prompt's length and its completions'
@@ -19,9 +19,9 @@ def groups_of(lengths: list[tuple[int, list[int]]]) -> tuple[list[Group], list[C
     """Groups in which all tokens, log-probs and advantages differ, so that none can stand for another."""
     counter = iter(range(10, 10_000))
     groups, credits = [], []
-    for p, (prompt_length, completions) in enumerate(lengths):
+    for p, (prompt_length, answers) in enumerate(lengths):
         rollouts = []
-        for length in completions:
+        for length in answers:
             tokens = np.array([next(counter) for _ in range(length)])
             rollouts.append(
                 Rollout(
@@ -34,7 +34,7 @@ def groups_of(lengths: list[tuple[int, list[int]]]) -> tuple[list[Group], list[C
             )
         prompt = tuple(next(counter) for _ in range(prompt_length))
         groups.append(Group(prompt=Prompt(id=str(p), token_ids=prompt, text="", answer=""), rollouts=tuple(rollouts)))
-        advantages_G = torch.tensor([next(counter) / 3 for _ in completions], dtype=torch.float64)
+        advantages_G = torch.tensor([next(counter) / 3 for _ in answers], dtype=torch.float64)
         credits.append(Credit(credits_G=advantages_G, advantages_G=advantages_G))
     return groups, credits
 
@@ -56,6 +56,8 @@ def test_every_completion_token_carries_its_rollout_s_advantage(lengths: list[tu
         assert batch.advantages_T[row].tolist() == off + [float(np.float32(credits[g].advantages_G[i]))] * on
         assert batch.rollout_logprobs_T[row].tolist() == off + rollout.logprobs.tolist()
     assert int(batch.cu_seqlens_N1[-1]) == len(batch.tokens_T)
+    for group, cut in zip(groups, completions(groups, batch.tokens_T), strict=True):
+        assert [own.tolist() for own in cut] == [list(rollout.token_ids) for rollout in group.rollouts]
     assert (batch.tokens_T.dtype, batch.mask_T.dtype, batch.advantages_T.dtype, batch.group_N.dtype) == (
         torch.int64,
         torch.float32,

@@ -88,5 +88,5 @@ def test_uniform_is_the_epoch_sampler_and_errors_are_its_errors():
     assert isinstance(make_sampler(UniformSampling(), **SIZES), PromptSampler)
     with pytest.raises(ValueError, match=r"rollout\.prompts_per_step 10 exceeds the 9 prompts"):
         sampler(prompts_per_step=10)
-    with pytest.raises(ValueError, match="cannot be shared evenly by 3 replicas"):
+    with pytest.raises(ValueError, match="cannot be shared evenly by 3 data-parallel replicas"):
         sampler(prompts_per_step=4, num_replicas=3)

@@ -79,9 +79,9 @@ def test_order_differs_by_epoch_seed_and_step():
 
 
 def test_refuses_what_cannot_work_and_names_what_does():
-    with pytest.raises(ValueError, match=r"prompts_per_step 10 .* by 4 replicas: use 8 or 12"):
+    with pytest.raises(ValueError, match=r"prompts_per_step 10 .* by 4 data-parallel replicas: use 8 or 12"):
         PromptSampler(num_prompts=100, prompts_per_step=10, seed=0, num_replicas=4)
-    with pytest.raises(ValueError, match=r"prompts_per_step 2 .* by 4 replicas: use 4$"):
+    with pytest.raises(ValueError, match=r"prompts_per_step 2 .* by 4 data-parallel replicas: use 4$"):
         PromptSampler(num_prompts=100, prompts_per_step=2, seed=0, num_replicas=4)
     with pytest.raises(ValueError, match=r"16 exceeds the 9 prompts of data\.train.* use at most 9"):
         PromptSampler(num_prompts=9, prompts_per_step=16, seed=0)

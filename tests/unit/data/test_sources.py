@@ -139,7 +139,7 @@ def test_reasoning_gym_entries_can_be_scored(tokenizer):
     assert load(tokenizer, source).fingerprint() == found.fingerprint() != heldout.fingerprint()
     unanswered = load(tokenizer, {"kind": "reasoning_gym", "name": "graph_color", "limit": 1, "options": {"seed": 4}})
     assert (unanswered.prompts[0].id, unanswered.prompts[0].answer) == ("graph_color-4-0", "")
-    assert "nearest: basic_arithmetic" in error_of(tokenizer, {"kind": "reasoning_gym", "name": "basic_aritmetic"})
+    assert "did you mean basic_arithmetic?" in error_of(tokenizer, {"kind": "reasoning_gym", "name": "basic_aritmetic"})
     assert "refuses the options" in error_of(tokenizer, {**source, "options": {"sise": 3}})
 
 

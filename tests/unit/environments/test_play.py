@@ -189,3 +189,39 @@ def test_words_that_the_tokenizer_lacks_are_a_readable_error():
 
     with pytest.raises(ValueError, match="cannot encode a user's turn, 'why"):
         framed("plain", Narrow())
+
+
+class SlowEngine(Engine):
+    """Some answers are much longer than others, and reach the limit."""
+
+    def generate(self, requests, sampling):
+        self.asked.append(list(requests))
+        return [
+            Sample(
+                token_ids=np.arange(1 + 4 * (n % 2)),
+                logprobs=np.full(1 + 4 * (n % 2), -0.5, np.float32),
+                finish_reason="length",
+                versions_T=np.full(1 + 4 * (n % 2), 4, np.int32),
+            )
+            for n in range(len(requests))
+        ]
+
+
+def test_every_conversation_that_was_started_is_whole():
+    """However long its answers are: no group loses a row, no row is padded, and the slow ones are trained too."""
+    engine = SlowEngine()
+    whole = played(engine)
+    assert [len(group.rollouts) for group in whole] == [len(group.rollouts) for group in groups()]
+    assert len(engine.asked) == 1
+    for group, before in zip(whole, groups(), strict=True):
+        for n, (one, first) in enumerate(zip(group.rollouts, before.rollouts, strict=True)):
+            assert len(one.turns) == CRITIC.num_turns
+            assert one.trained_T.sum() == len(first.token_ids) + 1 + 4 * (n % 2)
+
+
+def test_conversations_of_an_evaluation_have_random_numbers_of_their_own():
+    training, evaluation = Engine(), Engine()
+    played(training)
+    played(evaluation, stream="evaluate")
+    seeds = [{r.seed for r in engine.asked[0]} for engine in (training, evaluation)]
+    assert not seeds[0] & seeds[1]

@@ -124,3 +124,45 @@ def test_shipped_suites_are_sound_and_imply_their_verifiers() -> None:
     names = {b.name: b.verifier.name for b in load_suite("configs/suite/math.yaml").benchmarks}
     assert names["gsm8k"] == "math"
     assert names["gpqa"] == "choice"
+
+
+def test_problems_of_every_benchmark_are_found_before_the_first_token(
+    subject: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In the suite's own terms: a benchmark that does not fit behind one that does, torn rows, no training prompts."""
+    folder, _ = subject
+    rows = [{"id": "a", "prompt": PROMPTS[0], "answer": "x"}]
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "what is')
+    sound = yaml.safe_load(write_suite(tmp_path, rows).read_text())["benchmarks"][0]
+    torn = {**sound, "name": "torn", "source": {"kind": "jsonl", "path": str(tmp_path / "torn.jsonl")}}
+    for change, message in (
+        (
+            {"benchmarks": [sound, {**sound, "name": "long", "max_new_tokens": 60}]},
+            "error: benchmark 'long': prompt 'a' has 8 tokens and with its answers up to 68, but the model holds 64 "
+            "positions: lower max_new_tokens from 60",
+        ),
+        ({"benchmarks": [sound, torn]}, "error: benchmark 'torn': 1 bad row in jsonl"),
+        ({"benchmarks": [sound, torn]}, "or set on_bad_row: skip."),
+        ({"trained_on": {"kind": "jsonl", "path": str(tmp_path / "no.jsonl")}}, "error: trained_on: there is no file"),
+        ({"template": "chat"}, "error: benchmark 'echo': template is chat, but the tokenizer has no chat template"),
+    ):
+        assert main(["eval", str(folder), "--suite", str(write_suite(tmp_path, rows, **change))]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert "echo: 1 problems" not in printed.out
+
+
+def test_a_check_that_found_no_overlap_is_told_from_no_check(
+    subject: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder, _ = subject
+    rows = [{"id": "a", "prompt": PROMPTS[0], "answer": "x"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": PROMPTS[1], "answer": "x"}) + "\n")
+    trained_on = {"kind": "jsonl", "path": str(tmp_path / "train.jsonl")}
+    for more, shown, saved in (({}, False, None), ({"trained_on": trained_on}, True, [])):
+        suite = write_suite(tmp_path, rows, samples=1, ks=[1], **more)
+        assert main(["eval", str(folder), "--suite", str(suite), "--output", str(tmp_path / "out.json")]) == 0
+        assert ("problems that overlap with training" in capsys.readouterr().out) == shown
+        content = json.loads((tmp_path / "out.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+        assert content["benchmarks"][0]["overlaps"] == saved
+        assert content["benchmarks"][0]["metrics"]["avg@1"]["low"] is None, "one problem says nothing of the spread"

@@ -44,13 +44,22 @@ def test_an_unknown_method_is_named(tool):
         tool.fitting(RECIPE, "grpp")
 
 
+def test_one_seed_has_a_difference_and_no_interval(tool):
+    file = io.StringIO()
+    Console(file=file, width=200).print(
+        tool.table([{"pass@1": 0.3}] * 2, {"grpo": [{"pass@1": 0.5}], "gcpo": [{"pass@1": 0.6}]}, 1)
+    )
+    assert "+0.100" in file.getvalue()
+    assert "[" not in file.getvalue()
+
+
 def test_the_table_has_paired_differences(tool):
     grpo = [{"pass@1": 0.5, "entropy": 1.0}, {"pass@1": 0.7, "entropy": 0.8}]
     gcpo = [{"pass@1": 0.6, "entropy": 1.5}, {"pass@1": 0.8, "entropy": 1.3}]
-    console = Console(file=io.StringIO(), width=200)
-    console.print(tool.table([{"pass@1": 0.3}] * 4, {"grpo": grpo, "gcpo": gcpo}, 2))
-    text = console.file.getvalue()
+    file = io.StringIO()
+    Console(file=file, width=200).print(tool.table([{"pass@1": 0.3}] * 4, {"grpo": grpo, "gcpo": gcpo}, 2))
+    text = file.getvalue()
     assert "0.600 ± 0.141" in text
-    assert "+0.100 (+0.100 to +0.100)" in text
-    assert "+0.500 (+0.500 to +0.500)" in text
+    assert "+0.100 [+0.100, +0.100]" in text
+    assert "+0.500 [+0.500, +0.500]" in text
     assert "difference to grpo" in text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_gcpo.evaluate import distinct_at_k, mean_pass_at_k, pass_at_k
+from megatron_gcpo.evaluate import distinct_at_k, pass_at_k
 
 
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -46,9 +46,3 @@ def test_k_outside_the_samples_says_what_to_change(k):
         pass_at_k(4, 2, k)
     with pytest.raises(ValueError, match=r"evaluate\.ks"):
         distinct_at_k([None] * 4, k)
-
-
-def test_mean_over_prompts_of_different_sizes():
-    assert mean_pass_at_k([(4, 1), (2, 2)], 2) == pytest.approx((0.5 + 1) / 2)
-    with pytest.raises(ValueError, match=r"data\.heldout"):
-        mean_pass_at_k([], 1)

@@ -60,5 +60,5 @@ def test_it_trains_like_any_other():
 
 @pytest.mark.usefixtures("in_the_table")
 def test_its_options_are_checked():
-    with pytest.raises(ValueError, match=r"method\.scal is not an option; did you mean 'scale'"):
+    with pytest.raises(ValueError, match=r"method\.scal is not a field; did you mean method\.scale\?"):
         resolve({"name": "median", "scal": 1})

@@ -74,15 +74,16 @@ def test_heads_that_do_something_stay() -> None:
         heads.strip_heads(own_state(model), model.config, 2)
 
 
-def test_problems_are_disjoint_balanced_right_and_always_the_same() -> None:
+def test_problems_are_disjoint_right_and_always_the_same() -> None:
     split = make_problems.split()
     assert split == make_problems.split()
     assert not set(split["train"]) & set(split["heldout"])
-    for name, each in (("train", make_problems.TRAIN_EACH), ("heldout", make_problems.HELDOUT_EACH)):
+    trained = [many for _, _, many in make_problems.KINDS.values()]
+    for name, each in (("train", trained), ("heldout", [make_problems.HELDOUT_EACH] * 3)):
         problems = split[name]
-        assert len(set(problems)) == len(problems) == 3 * each
-        assert sum(sign == "*" for _, sign, _ in problems) == each
-        assert sum(a > 9 for a, _, _ in problems) == each
+        assert len(set(problems)) == len(problems)
+        products, longer = sum(sign == "*" for _, sign, _ in problems), sum(a > 9 for a, _, _ in problems)
+        assert [products, len(problems) - products - longer, longer] == each
         for a, sign, b in problems:
             row = make_problems.row((a, sign, b))
             assert row["prompt"].endswith(f"\n{a} {sign} {b} =")

@@ -104,7 +104,7 @@ def pays(name: str, rewards: list[float], e: np.ndarray, logp: list[float]) -> n
     """The advantage of each answer of a group, before anything that looks at the whole step."""
     r, right = np.array(rewards), [i for i, x in enumerate(rewards) if x > 0]
     match name:
-        case "dr_grpo" | "opefo" | "holderpo" | "reinforce_pp_baseline":
+        case "dr_grpo" | "opefo" | "holderpo" | "reinforce_pp_baseline" | "metis":
             return centred(r)
         case "rloo":
             return np.array([x - np.mean(rewards[:i] + rewards[i + 1 :]) for i, x in enumerate(rewards)])
@@ -355,7 +355,7 @@ def objective(name: str, world: World, current: torch.Tensor, progress: float) -
             return over_rows(rows, plain)
         case "dapo":
             return over_tokens(rows, [clipped(row, torch.full_like(row.old, row.pay), 0.2, 0.28) for row in rows])
-        case "gcpo" | "marginal" | "darling" | "dqo":
+        case "gcpo" | "marginal" | "darling" | "dqo" | "metis":
             return over_tokens(rows, plain)
         case "dr_grpo" | "rloo" | "pkpo":
             return fixed_length(rows, plain)

@@ -371,8 +371,16 @@ class TestComposition:
             (["method/gcpo_gold", "rollout.router_replay=true"], "router_replay wants the engine's experts"),
             (["method/recrit", "train.max_tokens_per_micro_batch=200"], "a conversation of recrit can have"),
             (
-                ["method/recrit", "train.max_tokens_per_micro_batch=9999", "rollout.engine=vllm"],
-                r"vLLM is told to hold \(one answer\): set rollout\.vllm\.max_model_len to ",
+                [
+                    *("method/recrit", "train.max_tokens_per_micro_batch=9999", "rollout.engine=vllm"),
+                    "rollout.vllm.max_model_len=300",
+                ],
+                r"a conversation of recrit can have 408 tokens .* more than rollout\.vllm\.max_model_len 300: raise it",
+            ),
+            (["method/metis", "rollout.max_policy_lag=1"], r"sampler judged learns .*max_policy_lag 1 draws"),
+            (
+                ["method/metis", "train.max_tokens_per_micro_batch=600"],
+                r"a question of method\.sampler judged with its answer can have 672 tokens \(4 problems .* at least 672",
             ),
             (
                 ["method/recrit", "train.max_tokens_per_micro_batch=9999", "rollout.router_replay=true"],
@@ -427,7 +435,7 @@ class TestComposition:
         agreed, _ = correct(replace(batch, rollout_logprobs_T=batch.old_logprobs_T), kind, **bounds)
         assert agreed.correction_T is None or (agreed.correction_T[batch.mask_T > 0] == 1).all()
 
-    @pytest.mark.parametrize("sampler", ["uniform", "gaussian", "variance"])
+    @pytest.mark.parametrize("sampler", ["uniform", "gaussian", "variance", "judged"])
     @pytest.mark.parametrize("name", METHODS)
     def test_every_method_goes_with_every_sampler(self, name, sampler):
         _, options = chosen(name, sampler=sampler)

@@ -59,23 +59,23 @@ def test_records_are_frozen():
     [
         (
             {"name": "grppo"},
-            r"method\.name 'grppo' is unknown; did you mean 'grpo'\? Valid: bet, cispo, clip_cov, ",
+            r"method\.name 'grppo' is unknown; did you mean grpo\?$",
         ),
-        ({"name": "zzz"}, r"method\.name 'zzz' is unknown; Valid: bet"),
+        ({"name": "zzz"}, r"method\.name 'zzz' is unknown; known here: bet, cispo, clip_cov, "),
         ({"name": ["gcpo"]}, r"method\.name \['gcpo'\] is unknown"),
         ({}, r"method\.name is missing: set it to one of bet"),
-        ({"name": "gcpo", "credit_mixx": 1}, r"method\.credit_mixx is not an option; did you mean 'credit_mix'\?"),
+        ({"name": "gcpo", "credit_mixx": 1}, r"method\.credit_mixx is not a field; did you mean method\.credit_mix\?"),
         (
             {"name": "grpo", "c": 1},
-            r"method\.c is not an option; .*Valid: group_filter, loss, overlong, refill, sampler",
+            r"method\.c is not a field; known here: group_filter, loss, overlong, refill, sampler",
         ),
         (
             {"name": "dapo", "loss": {"clip_hi": 1}},
-            r"method\.loss\.clip_hi is not an option; did you mean 'clip_high'\?",
+            r"method\.loss\.clip_hi is not a field; did you mean method\.loss\.clip_high\?",
         ),
         (
             {"name": "dapo", "overlong": {"max_tokens": 9, "buffer": 3, "penality": 1}},
-            r"method\.overlong\.penality is not an option; did you mean 'penalty'\?",
+            r"method\.overlong\.penality is not a field; did you mean method\.overlong\.penalty\?",
         ),
         ({"name": "dapo", "overlong": {"buffer": 3}}, r"method\.overlong\.max_tokens is missing: set it"),
         ({"name": "dapo", "overlong": {"max_tokens": 3, "buffer": 9}}, r"overlong\.buffer 9 is larger .* lower it"),
@@ -86,16 +86,16 @@ def test_records_are_frozen():
         ({"name": "grpo", "loss": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "use k2 or k3"),
         ({"name": "grpo", "loss": {"clip_low": 1.5}}, r"method\.loss\.clip_low: .*less than 1 \(got 1\.5\)"),
         ({"name": "grpo", "loss": {"reduce": "mean"}}, r"method\.loss\.reduce: .*'token_mean'"),
-        ({"name": "grpo", "loss": 3}, r"method\.loss: .*\(got 3\)"),
+        ({"name": "grpo", "loss": 3}, r"method\.loss must be a section with fields of its own \(got 3\)"),
         (
             {"name": "grpo", "token_credit": ["cww"]},
-            r"method\.token_credit\.0\.name 'cww' is unknown; Valid: cw, opefo",
+            r"method\.token_credit\.0\.name 'cww' is unknown; did you mean cw\?",
         ),
         ({"name": "grpo", "token_credit": [{"strength": 1}]}, r"method\.token_credit\.0 has no name"),
         ({"name": "grpo", "token_credit": ["cw", "cw"]}, "token_credit names cw twice"),
         (
             {"name": "grpo", "token_credit": [{"name": "papo", "strenth": 0.1}]},
-            r"method\.token_credit\.0\.strenth is not an option; did you mean 'strength'\?",
+            r"method\.token_credit\.0\.strenth is not a field; did you mean method\.token_credit\.0\.strength\?",
         ),
         (
             {"name": "grpo", "loss": {"kl_coef": 0.1, "kl_controller": {"name": "adaptive", "target": -1}}},
@@ -104,7 +104,7 @@ def test_records_are_frozen():
         ({"name": "grpo", "loss": {"kl_controller": "expo"}}, r"has nothing to steer: set kl_coef above 0"),
         (
             {"name": "grpo", "sampler": {"name": "gaussian", "sigam": 1}},
-            r"method\.sampler\.sigam is not an option; did",
+            r"method\.sampler\.sigam is not a field; did you mean method\.sampler\.sigma\?",
         ),
         ({"name": "conspo", "loss": {"reduce": "token_mean"}}, r"method\.loss\.reduce: .*'sequence_mean_token_mean'"),
         ({"name": "conspo", "token_credit": ["cw"]}, "reads labels, not advantages"),

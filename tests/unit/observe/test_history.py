@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from megatron_gcpo.observe.history import read_history, read_rollouts
+from megatron_gcpo.observe.history import GROUPED, group_bounds, read_history, read_rollouts
 from megatron_gcpo.observe.rollouts import SCHEMA
 from megatron_gcpo.observe.summary import Summary
 
@@ -87,3 +87,46 @@ def test_no_run_at_all_is_one_clear_line(tmp_path: Path) -> None:
         read_history(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds nothing of a run"):
         read_history(tmp_path)
+
+
+def test_only_groups_that_have_what_is_needed_are_kept(tmp_path: Path) -> None:
+    """Three groups of two; the second lacks a text, and a file without ``sample`` has no groups at all."""
+    whole = pa.concat_tables([rollouts(1), rollouts(1), rollouts(1)])
+    texts = pa.array(["a", "b", "c", None, "e", "f"])
+    torn = whole.set_column(whole.column_names.index("text"), "text", texts)
+    files = []
+    (tmp_path / "config.yaml").write_text("run: {steps: 3}")
+    (tmp_path / "rollouts").mkdir()
+    for step, table in ((1, torn), (2, rollouts(2).drop_columns(["sample"])), (3, rollouts(3))):
+        pq.write_table(table, tmp_path / "rollouts" / f"step_{step:06d}_replica_000.parquet")
+    files = read_history(tmp_path).rollout_files
+
+    table, skipped = read_rollouts(files, needed=(*GROUPED, "text"))
+    assert table["text"].to_pylist() == ["a", "b", "e", "f", "x", "x"]
+    assert group_bounds(table) == [(0, 2), (2, 4), (4, 6)]
+    assert any("groups without text, sample in 2 files, e.g. step_000001" in line for line in skipped)
+    assert len(read_rollouts(files)[0]) == 8, "who needs only groups gets all of them"
+    assert group_bounds(read_rollouts([])[0]) == []
+
+
+def test_many_unreadable_files_are_one_line(folder: Path) -> None:
+    for step in range(3, 9):
+        (folder / "rollouts" / f"step_{step:06d}_replica_000.parquet").write_bytes(b"PAR1")
+    _, skipped = read_rollouts(read_history(folder).rollout_files)
+    assert len(skipped) == 1
+    assert "step_000003_replica_000.parquet and 5 more: not readable" in skipped[0]
+
+
+def test_values_of_the_wrong_kind_are_passed_over(folder: Path) -> None:
+    (folder / "config.yaml").write_text("run: {steps: many, name: 7}\nmethod: gcpo\n")
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, value in ((3, "NaN"), (4, '"high"'), (5, "true"), (6, "1e999"), (7, "0.7"), ("true", "0.1")):
+            file.write(f'{{"step": {step}, "reward/mean": {value}}}\n')
+    history = read_history(folder)
+    assert history.series("reward/mean") == ([1, 2, 7], [0.1, 0.2, 0.7])
+    assert (history.steps, history.method, history.name, history.finished) == (None, "?", "7", False)
+    for content in ({"step": 3, "after": {"pass@1": "high"}}, {"step": 3, "before": [1]}, {"step": "three"}):
+        (folder / "summary.json").write_text(json.dumps(content))
+        history = read_history(folder)
+        assert history.summary is None
+        assert "no summary of this version" in history.skipped[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,21 +86,35 @@ def test_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     summary = Summary(
         step=4,
-        before={"pass@1": 0.5, "old": 1.0},
-        after={"pass@1": 0.75, "new": 2.0},
+        before={"pass@1": 0.5, "distinct@8": 1.0},
+        after={"prompts": 64.0, "pass@1": 0.75, "vendi": 2.0},
         phase_seconds={"generate": 6.0, "embed": 0.0, "update": 2.0, "total": 8.0},
         skipped_updates=1,
     )
     text = printed(summary, tmp_path)
-    rows = {
-        line.split("│")[1].strip(): [c.strip() for c in line.split("│")[2:4]]
-        for line in text.splitlines()
-        if "│" in line
-    }
-    assert rows == {"pass@1": ["0.500", "0.750"], "old": ["1.000", "-"], "new": ["-", "2.000"]}
+    assert "run: 64 held-out problems" in text
+    rows = [line.split()[:4] for line in text.split("time of")[0].splitlines() if "@" in line or " vendi" in line]
+    assert "before   after   change" in text
+    assert rows == [
+        ["pass@1", "0.500", "0.750", "+0.250"],
+        ["distinct@8", "1.000", "-", "-"],
+        ["vendi", "-", "2.000", "-"],
+    ]
     assert "time of 4 steps: 8 s = generate 75.0%, update 25.0%" in text
     assert "1 updates were skipped" in text
     assert f"saved in {tmp_path}: metrics.jsonl, checkpoints/\n" in text
+
+
+def test_the_newest_two_evaluations_are_remembered() -> None:
+    summary = Summary(before={"pass@1": 0.1})
+    assert list(summary.evaluations()) == ["before"]
+    for step in (10, 20, 30):
+        summary = replace(summary, step=step).evaluated({"pass@1": step / 100})
+    assert summary.evaluations() == {"before": {"pass@1": 0.1}, "step 20": {"pass@1": 0.2}, "step 30": {"pass@1": 0.3}}
+    assert Summary(**summary.to_json()) == summary
+    done = replace(summary, after={"pass@1": 0.9})
+    assert list(done.evaluations()) == ["before", "step 30", "after"]
+    assert Summary().evaluations() == {}
 
 
 def test_a_run_without_evaluations_prints_no_table(tmp_path: Path) -> None:

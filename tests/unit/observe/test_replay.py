@@ -15,6 +15,7 @@ import yaml
 from megatron_gcpo.credit import gcpo_advantages
 from megatron_gcpo.embed import kept
 from megatron_gcpo.observe import replay
+from megatron_gcpo.observe.history import read_history
 from megatron_gcpo.observe.rollouts import SCHEMA
 from tools import replay_credit
 
@@ -130,6 +131,36 @@ def test_command_reads_a_run_and_encodes_once(
         "grpo",
     ]
     assert replay_credit.main([str(tmp_path), "--method", "darlin"]) == 2
-    assert "did you mean 'darling'" in capsys.readouterr().err
+    assert "did you mean darling?" in capsys.readouterr().err
     assert replay_credit.main([str(tmp_path), "--first-step", "9"]) == 2
     assert "has no saved rollouts" in capsys.readouterr().err
+
+
+def test_command_replays_what_is_whole_and_says_what_it_skipped(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A group without advantages, a torn file, and a configuration of another version."""
+    (tmp_path / "rollouts").mkdir()
+    whole = table(TWINS, TWINS)
+    torn = whole.set_column(whole.column_names.index("advantage"), "advantage", pa.array([None] * 4 + [0.5] * 4))
+    for step, content in ((1, whole), (2, torn)):
+        pq.write_table(content, tmp_path / "rollouts" / f"step_{step:06d}_replica_000.parquet")
+    (tmp_path / "rollouts" / "step_000003_replica_000.parquet").write_bytes(b"PAR1")
+    config = {"method": {"name": "grpo", "temperament": 3}, "embed": {"span": "everything", "old": 1, "batch_size": 8}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert replay_credit.main([str(tmp_path), "--method", "grpo"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 groups x 1 variants" in printed
+    for part in (
+        "skipped: metrics.jsonl: missing",
+        "skipped: config.yaml: embed.old, embed.span of another version",
+        "skipped: config.yaml: its method section",
+        "step_000003_replica_000.parquet: not readable",
+        "groups without advantage in 1 files",
+    ):
+        assert part in printed
+    config, skipped = replay.embed_config(read_history(tmp_path), span="wording")
+    assert (config.span, config.batch_size, config.encoder) == ("wording", 8, "minilm")
+    assert len(skipped) == 1
+    (tmp_path / "rollouts" / "step_000001_replica_000.parquet").unlink()
+    (tmp_path / "rollouts" / "step_000002_replica_000.parquet").unlink()
+    assert replay_credit.main([str(tmp_path), "--method", "grpo"]) == 2
+    assert "no saved rollouts that can be replayed" in capsys.readouterr().err

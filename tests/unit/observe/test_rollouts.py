@@ -38,10 +38,15 @@ def write(folder: Path, step: int = 7, replica: int = 1) -> Path:
     ]
     credits = [
         Credit(credits_G=torch.tensor([1 / 3, 2.0]).double(), advantages_G=torch.tensor([0.1, -0.1]).double()),
-        Credit(credits_G=torch.zeros(2).double(), advantages_G=torch.zeros(2).double()),
+        Credit(
+            credits_G=torch.zeros(2).double(),
+            advantages_G=torch.zeros(2).double(),
+            token_advantages_G=(torch.ones(1).double(), torch.arange(51).double()),
+        ),
     ]
     spans = [["two", "\ud800 torn"], [None, None]]
-    return write_rollouts(folder, step, replica, groups, verdicts, credits, [True, False], spans)
+    entropies = [[np.linspace(0, 2, len(r.token_ids), dtype=np.float32) for r in groups[0].rollouts], None]
+    return write_rollouts(folder, step, replica, groups, verdicts, credits, [True, False], spans, entropies)
 
 
 def test_every_rollout_comes_back(tmp_path: Path) -> None:
@@ -66,6 +71,10 @@ def test_every_rollout_comes_back(tmp_path: Path) -> None:
     assert rows[2]["verdict"] == "timeout"
     assert (first["prompt"], first["answer"], first["step"], first["policy_version"]) == ("ask a", "4", 7, 3)
     assert first["versions"] == [3] * len(first["token_ids"])
+    assert np.array_equal(np.float32(first["entropies"]), np.linspace(0, 2, 12, dtype=np.float32))
+    assert [r["entropies"] for r in rows[2:]] == [None, None], "the trainer never saw this group"
+    assert [r["token_advantages"] for r in rows[:2]] == [None, None]
+    assert rows[3]["token_advantages"] == list(range(51))
 
 
 def test_the_hash_is_the_key_of_the_encoder_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,3 +51,18 @@ def test_a_folder_without_runs_is_told_so(tmp_path: Path) -> None:
         runs_table(tmp_path)
     with pytest.raises(ValueError, match="there is no folder"):
         runs_table(tmp_path / "gone")
+
+
+def test_what_cannot_be_read_is_listed_below_and_hides_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", 2, {"pass@1": 0.875})
+    make_run(tmp_path / "torn", 2)
+    with (tmp_path / "torn" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    (tmp_path / "noise").mkdir()
+    (tmp_path / "noise" / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "noise" / "metrics.jsonl").write_text("")
+    lines = printed(tmp_path, 0.0).splitlines()
+    assert any("good" in line and "0.875" in line for line in lines)
+    assert any("noise" in line and "unreadable" in line for line in lines)
+    assert any("torn: skipped metrics.jsonl: 1 line cut off" in line for line in lines)
+    assert any("noise holds nothing of a run (config.yaml: not readable" in line for line in lines)

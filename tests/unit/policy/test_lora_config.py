@@ -30,11 +30,13 @@ WHOLE = replace(WRITTEN, lora=None)
 HERE = Path("somewhere")
 
 
-def config(lora: dict[str, Any] | None, tp: int = 2, **checkpoint: Any) -> dict[str, Any]:
+def config(
+    lora: dict[str, Any] | None, tp: int = 2, rollout: dict[str, Any] | None = None, **checkpoint: Any
+) -> dict[str, Any]:
     return {
         "model": {"hf_config": {"model_type": "qwen3"}, "tokenizer": "task", "lora": lora},
         "data": {"train": {"kind": "task", "name": "addition"}, "max_prompt_tokens": 24},
-        "rollout": {"max_new_tokens": 64},
+        "rollout": {"max_new_tokens": 64, **(rollout or {})},
         "train": {"optimizer": {"lr": 1e-3}, "max_tokens_per_micro_batch": 256},
         "cluster": {"platform": "cpu", "processes_per_node": tp, "tensor_model_parallel_size": tp},
         "checkpoint": checkpoint,
@@ -65,6 +67,47 @@ def test_sound_adapters_are_sound() -> None:
 def test_mistakes_name_the_field_and_what_would_be_right(lora: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         validate(config(lora), origin="r")
+
+
+ALONE: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
+    (
+        None,
+        {"engine": "vllm", "vllm": {"lora": True}},
+        "rollout.vllm.lora is for adapters: leave it out, or set model.lora",
+    ),
+    ({}, {"vllm": {"lora": True}}, "rollout.vllm.lora goes with rollout.engine vllm: an engine of kind transformers"),
+    (
+        {},
+        {"engine": "vllm_server", "vllm": {"lora": True, "urls": ["http://127.0.0.1:8000"]}},
+        "rollout.vllm.lora goes with rollout.engine vllm: an engine of kind vllm_server takes adapters merged into the weights",
+    ),
+    (
+        {},
+        {"engine": "vllm", "vllm": {"lora": True}, "quantization": "int8"},
+        "rollout.vllm.lora does not go with rollout.quantization int8",
+    ),
+    (
+        {},
+        {"engine": "vllm", "vllm": {"lora": True}, "push": {"mode": "sharded"}},
+        "rollout.push.mode sharded does not go with rollout.vllm.lora",
+    ),
+    *(
+        (
+            {},
+            {"engine": "vllm", "vllm": {"options": {option: 1}}},
+            f"rollout.vllm.options.{option} is decided by rollout.vllm.lora",
+        )
+        for option in ("enable_lora", "max_lora_rank", "fully_sharded_loras")
+    ),
+]
+
+
+@pytest.mark.parametrize(("lora", "rollout", "said"), ALONE)
+def test_adapters_travel_alone_only_to_engines_that_take_them(
+    lora: dict[str, Any] | None, rollout: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        validate(config(lora, rollout=rollout), origin="r")
 
 
 def test_merging_needs_adapters() -> None:

@@ -14,15 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
-from megatron_gcpo.config.records import RolloutConfig
+from megatron_gcpo.config.records import LoraConfig, RolloutConfig
 from megatron_gcpo.rollout.vllm import settings
 from megatron_gcpo.rollout.vllm.arguments import engine_arguments, write_model_folder
 from megatron_gcpo.rollout.vllm.quantize import quantized, to_int8
 
 
-def arguments(*, cpu: bool = True, **rollout: Any) -> dict[str, Any]:
+def arguments(*, cpu: bool = True, lora: LoraConfig | None = None, **rollout: Any) -> dict[str, Any]:
     config = RolloutConfig.model_validate(rollout)
-    return engine_arguments(config, model_folder=Path("m"), dtype="bf16", max_positions=99, cpu=cpu, sleeps=True)
+    return engine_arguments(
+        config, model_folder=Path("m"), dtype="bf16", max_positions=99, cpu=cpu, sleeps=True, lora=lora
+    )
 
 
 def test_every_argument_is_json_and_one_position_is_added_for_scoring() -> None:
@@ -53,6 +55,22 @@ def test_quantisation_online_or_with_the_weights(tmp_path: Path) -> None:
     for kind in ("none", "fp8", "int8"):
         folder = write_model_folder(Qwen3Config(), tmp_path / kind, max_positions=9, quantization=kind)
         assert ("quantization_config" in json.loads((folder / "config.json").read_text())) == (kind == "int8")
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (12, 16), (200, 256), (512, 512)])
+def test_an_engine_that_takes_adapters_has_room_for_the_policy_s_one(rank: int, room: int) -> None:
+    found = arguments(lora=LoraConfig(rank=rank, target_modules=("linear_qkv", "linear_fc2")))
+    assert json.loads(json.dumps(found)) == found
+    assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 1, room)
+    assert found["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "down_proj"]
+    assert not [name for name in arguments() if "lora" in name]
+
+
+def test_a_rank_without_room_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"rank up to 512, got 513: lower model.lora.rank, or set rollout.vllm.lora=false"
+    ):
+        arguments(lora=LoraConfig(rank=513))
 
 
 def test_options_are_passed_on() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_gcpo.config.records import RolloutConfig
+from megatron_gcpo.config.records import LoraConfig, RolloutConfig
 from megatron_gcpo.rollout.vllm import capabilities
 from megatron_gcpo.rollout.vllm.capabilities import Installed, check_build, check_interface, check_model, installed
 
@@ -70,6 +70,16 @@ def test_quantised_experts_and_latent_attention() -> None:
     for config in (moe, DeepseekV3Config(num_attention_heads=8)):
         with pytest.raises(ValueError, match="int8 holds for dense models with plain attention"):
             check(config, cpu=False, quantization="int8")
+
+
+def test_adapters_beside_experts() -> None:
+    rollout, dense, moe = RolloutConfig(engine="vllm"), Qwen3Config(**DENSE), Qwen3MoeConfig(**DENSE, num_experts=4)
+    attention = LoraConfig(target_modules=("linear_qkv", "linear_proj"))
+    settings: dict[str, Any] = {"dtype": "bf16", "max_positions": 100}
+    check_model(dense, rollout, lora=LoraConfig(), cpu=True, **settings)
+    check_model(moe, rollout, lora=attention, cpu=False, **settings)
+    with pytest.raises(ValueError, match=r"Triton kernels, which a CPU has not: set rollout.vllm.lora=false"):
+        check_model(moe, rollout, lora=attention, cpu=True, **settings)
 
 
 def test_the_cache_counts_whole_blocks_of_each_worker() -> None:

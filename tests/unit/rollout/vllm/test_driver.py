@@ -19,7 +19,7 @@ class CountingEngine:
         self.steps = 0
         self.in_step = threading.Lock()
 
-    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any, lora_request: Any = None) -> None:
         if params == "bad":
             raise ValueError("bad parameters")
         self.left[name] = prompt["prompt_token_ids"][0]
