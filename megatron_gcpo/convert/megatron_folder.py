@@ -136,12 +136,13 @@ class HfView:
 
     def _values(self, unit: Unit) -> Iterator[torch.Tensor]:
         for parameter in unit.parameters:
-            parts = []
-            for part in parameter.parts:
-                tensor = self.folder.tensors[part.key]
-                parts.append(torch_dist.read_box(tensor, (part.offset, part.size)))
-                check_finite(parts[-1], f"{self.folder.path}: tensor {part.key!r} at {list(part.offset)}")
-            yield parameter.join(parts).to(self._dtype(parameter))
+            whole = torch.empty(parameter.shape, dtype=self.folder.tensors[parameter.parts[0].key].dtype)
+            values = parameter.split(whole)
+            for part, value in zip(parameter.parts, values, strict=True):
+                torch_dist.read_box(self.folder.tensors[part.key], (part.offset, part.size), value)
+                check_finite(value, f"{self.folder.path}: tensor {part.key!r} at {list(part.offset)}")
+            in_place = all(v.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for v in values)
+            yield (whole if in_place else parameter.join(values)).to(self._dtype(parameter))
 
     def _dtype(self, parameter: Parameter) -> torch.dtype:
         stored = self.folder.tensors[parameter.parts[0].key].dtype

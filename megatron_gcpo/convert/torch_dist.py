@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -151,22 +150,23 @@ def _chunk(
     return Chunk(offset=offset, size=size, file=path / name, begin=info.offset, length=info.length)
 
 
-def read_box(tensor: GlobalTensor, box: Box) -> torch.Tensor:
+def read_box(tensor: GlobalTensor, box: Box, whole: torch.Tensor | None = None) -> torch.Tensor:
     """A part of a global tensor, [size] of the tensor's dtype, put together from the chunks that hold it.
+
+    whole: where to put it, [size]; None: in memory of its own.
 
     Raises ValueError, naming file and tensor, when chunks are missing or damaged.
     """
     offset, size = box
-    whole: torch.Tensor | None = None
+    whole = torch.empty(size, dtype=tensor.dtype) if whole is None else whole
+    got, expected = (tuple(whole.shape), whole.dtype), (size, tensor.dtype)
+    assert got == expected, f"got a place of {got} for {tensor.key}, expected {expected}"
     filled = 0
     for chunk in tensor.chunks:
         low = tuple(map(max, offset, chunk.offset))
         high = tuple(min(o + s, co + cs) for o, s, co, cs in zip(offset, size, chunk.offset, chunk.size, strict=True))
         if any(a >= b for a, b in zip(low, high, strict=True)) and math.prod(size):
             continue
-        if (chunk.offset, chunk.size) == box:
-            return _read_chunk(tensor, chunk, torch.empty(size, dtype=tensor.dtype))
-        whole = torch.empty(size, dtype=tensor.dtype) if whole is None else whole
         there = whole[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))]
         if there.shape == chunk.size and there.is_contiguous():
             _read_chunk(tensor, chunk, there)
@@ -174,7 +174,7 @@ def read_box(tensor: GlobalTensor, box: Box) -> torch.Tensor:
             stored = _read_chunk(tensor, chunk, torch.empty(chunk.size, dtype=tensor.dtype))
             there.copy_(stored[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True))])
         filled += there.numel()
-    if whole is None or filled != math.prod(size):
+    if not tensor.chunks or filled != math.prod(size):
         raise ValueError(
             f"tensor {tensor.key!r} of shape {list(tensor.shape)}: its chunks hold {filled} of the {math.prod(size)} "
             f"elements at {list(offset)}"
@@ -189,8 +189,7 @@ def _read_chunk(tensor: GlobalTensor, chunk: Chunk, target: torch.Tensor) -> tor
         with chunk.file.open("rb", buffering=0) as stream:
             window: Any = _Window(stream, chunk.begin, chunk.length)
             # Described without its data, which are then copied once, straight to where they belong.
-            with FakeTensorMode():
-                found = torch.load(window, map_location="cpu", weights_only=True)
+            found = torch.load(window, map_location="meta", weights_only=True)
             if not torch.is_tensor(found) or found.shape != chunk.size or found.dtype != tensor.dtype:
                 kind = f"{found.dtype} {list(found.shape)}" if torch.is_tensor(found) else type(found).__name__
                 raise _Refused(f"{what} is {kind}, the table says {tensor.dtype} {list(chunk.size)}")
