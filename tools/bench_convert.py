@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-shard-bytes", type=int, default=256 << 20)
+    parser.add_argument("--max-shard-bytes", type=int, default=128 << 20)
     parser.add_argument("--limit", action="store_true", help="only show that the memory stays bounded")
     parser.add_argument("--no-bridge", action="store_true")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
