@@ -299,16 +299,16 @@ def killed_once(source: str, target: str, direction: str, stop: int) -> list[str
     from megatron_gcpo.convert import to_hf, to_megatron, work
 
     written: list[str] = []
-    write_file = work._write_file
+    seal_file = work._seal
 
-    def write(partial: Path, job: Any, *rest: Any) -> None:
+    def seal(partial: Path, job: Any, *rest: Any) -> None:
         if len(written) == stop:
             (partial / (job.file + ".tmp")).write_bytes(b"torn")
             os.kill(os.getpid(), signal.SIGKILL)
-        write_file(partial, job, *rest)
+        seal_file(partial, job, *rest)
         written.append(job.file)
 
-    work._write_file = write
+    work._seal = seal
     convert = {"to_megatron": to_megatron.convert, "to_hf": to_hf.convert}[direction]
     convert(source, target, options=work.Options(max_shard_bytes=60_000))
     return written
