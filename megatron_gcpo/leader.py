@@ -13,7 +13,7 @@ from megatron_gcpo.config.records import Config
 from megatron_gcpo.data import JudgedSampler, PromptSet, Sampler, load_prompts, make_sampler
 from megatron_gcpo.data.template import turn_frame
 from megatron_gcpo.embed import Encoder
-from megatron_gcpo.environments import Environment, converse
+from megatron_gcpo.environments import Environment, checked_frame, converse
 from megatron_gcpo.evaluate.run import Labeller, task_labeller
 from megatron_gcpo.judge import Judge, question_encoder
 from megatron_gcpo.methods import EMBEDDING_NEEDS, Method, MethodOptions, Need
@@ -109,9 +109,8 @@ def make_leader(
         seed=config.run.seed,
         num_replicas=topology.num_replicas,
     )
-    environment, frame = method.environment, turn_frame(config.data, tokenizer)
-    if environment is not None:  # whether it can be said at all is known before anything is drawn
-        frame(environment.reply(prompts.prompts[0], ("",), 0))
+    environment = method.environment
+    frame = checked_frame(turn_frame(config.data, tokenizer), environment, prompts.prompts)
 
     def draw(
         prompts: Sequence[Prompt], step: int, *, turns: Environment | None = environment, **own: Any

@@ -8,12 +8,13 @@ only: a folder from elsewhere runs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -185,32 +186,34 @@ def read_box(tensor: GlobalTensor, box: Box, whole: torch.Tensor | None = None) 
 def _read_chunk(tensor: GlobalTensor, chunk: Chunk, target: torch.Tensor) -> torch.Tensor:
     """``target``, contiguous, filled with the chunk."""
     what = f"{chunk.file}: tensor {tensor.key!r} at {list(chunk.offset)}"
-    try:
-        with chunk.file.open("rb", buffering=0) as stream:
-            window: Any = _Window(stream, chunk.begin, chunk.length)
-            # Described without its data, which are then copied once, straight to where they belong.
+    with _saying_damaged(what):
+        stream = chunk.file.open("rb", buffering=0)
+    with stream:
+        window: Any = _Window(stream, chunk.begin, chunk.length)
+        with _saying_damaged(what):  # described without its data, which are then copied once, straight to their place
             found = torch.load(window, map_location="meta", weights_only=True)
-            if not torch.is_tensor(found) or found.shape != chunk.size or found.dtype != tensor.dtype:
-                kind = f"{found.dtype} {list(found.shape)}" if torch.is_tensor(found) else type(found).__name__
-                raise _Refused(f"{what} is {kind}, the table says {tensor.dtype} {list(chunk.size)}")
-            begin = getattr(found.untyped_storage(), "_checkpoint_offset", None)  # torch sets it, for streams it can
+        if not torch.is_tensor(found) or found.shape != chunk.size or found.dtype != tensor.dtype:
+            kind = f"{found.dtype} {list(found.shape)}" if torch.is_tensor(found) else type(found).__name__
+            raise ValueError(f"{what} is {kind}, the table says {tensor.dtype} {list(chunk.size)}")
+        begin = getattr(found.untyped_storage(), "_checkpoint_offset", None)  # torch sets it, for streams it can
+        with _saying_damaged(what):
             if begin is None or not found.is_contiguous():
                 window.seek(0)
                 return target.copy_(torch.load(window, map_location="cpu", weights_only=True))
             begin += found.storage_offset() * found.itemsize
             if begin + target.nbytes > chunk.length:
-                raise _Refused(f"{what} is damaged: it ends after its stream")
+                raise ValueError("it ends after its stream")
             read_into(stream, chunk.begin + begin, memoryview(bytes_of(target)), what)
-    except _Refused:
-        raise
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{what} is damaged: {first}") from None
     return target
 
 
-class _Refused(ValueError):
-    """Says it all already."""
+@contextlib.contextmanager
+def _saying_damaged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{what} is damaged: {first}") from None
 
 
 class _Window(io.RawIOBase):

@@ -2,7 +2,7 @@
 
 from megatron_gcpo.environments.base import Environment, longest_sequence
 from megatron_gcpo.environments.critic import CRITIC
-from megatron_gcpo.environments.play import Frame, converse, play
+from megatron_gcpo.environments.play import Frame, checked_frame, converse, play
 from megatron_gcpo.environments.steps import judge_steps
 from megatron_gcpo.environments.verdicts import score, turns_of
 
@@ -14,6 +14,7 @@ __all__ = [
     "ENVIRONMENTS",
     "Environment",
     "Frame",
+    "checked_frame",
     "converse",
     "judge_steps",
     "longest_sequence",

@@ -22,6 +22,16 @@ type Frame = Callable[[str], list[int]]
 """A user's text -> the token ids between the end of an answer and the beginning of the next one."""
 
 
+def checked_frame(frame: Frame, environment: Environment | None, prompts: Sequence[Prompt]) -> Frame:
+    """The frame, which has put a user's turn of this environment, if any.
+
+    Raises ValueError where it cannot, before anything is drawn.
+    """
+    if environment is not None:
+        frame(environment.reply(prompts[0], ("",), 0))
+    return frame
+
+
 def converse(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],

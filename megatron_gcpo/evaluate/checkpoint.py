@@ -18,7 +18,7 @@ from megatron_gcpo.config.records import Config, RolloutConfig, SourceConfig
 from megatron_gcpo.data import load_prompts, load_tokenizer
 from megatron_gcpo.data.template import turn_frame
 from megatron_gcpo.embed import Encoder
-from megatron_gcpo.environments import Frame, converse, longest_sequence, score
+from megatron_gcpo.environments import Frame, checked_frame, converse, longest_sequence, score
 from megatron_gcpo.evaluate.contamination import Overlap, find_overlaps
 from megatron_gcpo.evaluate.intervals import Interval, finite, mean_interval
 from megatron_gcpo.evaluate.majority import majority_at_k
@@ -73,7 +73,10 @@ def evaluate_checkpoint(
         config = _config(folder, suite)
         tokenizer = _tokenizer(path, config)
         sets = [_prompts(b.source, suite, tokenizer, f"benchmark {b.name!r}") for b in suite.benchmarks]
-        frames = [_frame(b, suite, tokenizer, own) for b, own in zip(suite.benchmarks, sets, strict=True)]
+        frames = [
+            checked_frame(turn_frame(suite.data(b.source), tokenizer), suite.environment_of(b), own)
+            for b, own in zip(suite.benchmarks, sets, strict=True)
+        ]
         if training is None and suite.trained_on is not None:
             training = [p.text for p in _prompts(suite.trained_on, suite, tokenizer, "trained_on")]
         engine = make_engine(config, opened.config, platform)
@@ -121,15 +124,6 @@ def _check_fits(benchmark: BenchmarkConfig, suite: SuiteConfig, prompts: Sequenc
             f"benchmark {benchmark.name!r}: prompt {longest.id!r} has {len(longest.token_ids)} tokens and with its "
             f"answers up to {needed}, but the model holds {positions} positions: lower max_new_tokens from {limit}"
         )
-
-
-def _frame(benchmark: BenchmarkConfig, suite: SuiteConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> Frame:
-    """What stands between two turns; whether it can be said at all is known before anything is drawn."""
-    frame = turn_frame(suite.data(benchmark.source), tokenizer)
-    environment = suite.environment_of(benchmark)
-    if environment is not None:
-        frame(environment.reply(prompts[0], ("",), 0))
-    return frame
 
 
 def _config(folder: Path, suite: SuiteConfig) -> Config:

@@ -7,6 +7,7 @@ one tensor at a time.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -74,3 +75,16 @@ def push(
         minimal_bytes=None,
         seconds=time.monotonic() - start_s,
     )
+
+
+@contextlib.contextmanager
+def refusing(engine: RolloutEngine | None, what: str) -> Iterator[None]:
+    """What cannot be pushed ends the engine's service, and the error says so; ``what`` was to be pushed."""
+    try:
+        yield
+    except ValueError as error:
+        if engine is not None:
+            engine.refuse(f"the last push failed: {error}")
+        raise ValueError(
+            f"pushing {what} to the rollout engine failed: {error}. The engine serves nothing until a complete push"
+        ) from error

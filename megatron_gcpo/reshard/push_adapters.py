@@ -16,7 +16,7 @@ from megatron_gcpo.reshard.adapters import AdapterPush
 from megatron_gcpo.reshard.deliver import deliver
 from megatron_gcpo.reshard.gather import export_hf
 from megatron_gcpo.reshard.link import gather_or_raise
-from megatron_gcpo.reshard.push import push
+from megatron_gcpo.reshard.push import push, refusing
 from megatron_gcpo.reshard.stats import PushStats
 from megatron_gcpo.rollout.engine import RolloutEngine, WeightControl
 
@@ -77,14 +77,8 @@ def _bases_wanted(topology: Topology, engine: RolloutEngine | None, base: str) -
             here = _lacks_base(engine.control, base)
         except ValueError as error:
             here = error
-    try:
+    with refusing(engine, "adapters"):
         return any(gather_or_raise(topology, here))
-    except ValueError as error:
-        if engine is not None:
-            engine.refuse(f"the last push failed: {error}")
-        raise ValueError(
-            f"pushing adapters to the rollout engine failed: {error}. The engine serves nothing until a complete push"
-        ) from error
 
 
 def _lacks_base(control: WeightControl, base: str) -> bool:

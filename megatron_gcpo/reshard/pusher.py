@@ -15,7 +15,7 @@ from megatron_gcpo.config.records import PushConfig
 from megatron_gcpo.policy.model import Policy
 from megatron_gcpo.reshard import sharded
 from megatron_gcpo.reshard.link import Link, gather_or_raise, make_link
-from megatron_gcpo.reshard.push import push
+from megatron_gcpo.reshard.push import push, refusing
 from megatron_gcpo.reshard.push_adapters import push_adapters
 from megatron_gcpo.reshard.source import Unsliceable
 from megatron_gcpo.reshard.stats import Phases, PushStats
@@ -70,19 +70,13 @@ class Pusher:
         if self.adapters_alone:
             return push_adapters(self.trained.policy, self.topology, self.config, self.folder, engine, version)
         start_s, phases = time.monotonic(), Phases()
-        try:
-            link = None
+        link = None
+        with refusing(engine, "weights"):
             if self._may_be_sharded(engine):
                 with phases("plan"):
                     link = self._link = self._link or self._make_link(engine)
             if link is not None:
                 self._send(link, engine, version, phases)
-        except ValueError as error:
-            if engine is not None:
-                engine.refuse(f"the last push failed: {error}")
-            raise ValueError(
-                f"pushing weights to the rollout engine failed: {error}. The engine serves nothing until a complete push"
-            ) from error
         if link is None:
             return push(self.trained.export(), engine, version=version)
         plan = next(lane.plan for lane in link.lanes if lane.leader == self.topology.leader)

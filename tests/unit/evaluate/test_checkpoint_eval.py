@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gcpo.cli import main
 from megatron_gcpo.data.tasks import make_task
 from megatron_gcpo.data.tokenizer import build_task_tokenizer
 from megatron_gcpo.evaluate.suite import load_suite
+from tests.unit.evaluate.random_model import save_random_model
 
 PROMPTS = [f"what is {a} {b} + {b} {a} ?" for a, b in ((1, 2), (3, 4), (5, 6), (7, 8))]
 
@@ -24,22 +24,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("hf")
     tokenizer = build_task_tokenizer(make_task("addition", {}))
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(folder)
+    model = save_random_model(folder, tokenizer, 64)
     said = []
     for prompt in PROMPTS:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from megatron_gcpo.cli import main
 from megatron_gcpo.data.tasks import make_task
@@ -20,6 +20,7 @@ from megatron_gcpo.evaluate import measure, summarize_evals
 from megatron_gcpo.evaluate.suite import EnvironmentName
 from megatron_gcpo.seeds import derive_seed
 from megatron_gcpo.types import Group, Prompt, Rollout, Verdicts
+from tests.unit.evaluate.random_model import save_random_model
 
 NEW_TOKENS = 4
 PROMPTS = [f"what is {a} {b} + {b} {a} ?" for a, b in ((1, 2), (3, 4), (5, 6), (7, 8))]
@@ -76,22 +77,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     backend["model"]["unk_token"] = "[UNK]"
     (folder / "tokenizer.json").write_text(json.dumps(backend))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=len(backend["model"]["vocab"]),
-        max_position_embeddings=320,
-        initializer_range=0.5,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(folder)
+    model = save_random_model(folder, tokenizer, 320)
     return folder, model, tokenizer
 
 
